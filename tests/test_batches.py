@@ -14,7 +14,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector
 from torch_gradmon.analysis.run import read_run
 from torch_gradmon.analysis.spike_report import explain
-from torch_gradmon.step.summary import rank_norms_text
+from torch_gradmon.spikes.attribution import rank_norms_text
 
 from .rank_runs import FEATURES, MEAN, SPREAD, batches_of, noisy
 from .ranks import on_ranks

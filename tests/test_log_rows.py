@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.step.buffer import KEPT, largest_of, merged, rows_text
+from torch_gradmon.spikes.attribution import rows_text
+from torch_gradmon.step.buffer import KEPT, largest_of, merged
 
 from .ranks import on_ranks
 

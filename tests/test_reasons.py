@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.core.records import StepRecord
+from torch_gradmon.core.records import Metric, StepRecord
 from torch_gradmon.step.model_index import ModelIndex
-from torch_gradmon.step.summary import ReasonContext
+from torch_gradmon.step.record_builder import ReasonContext, Reasons
 
 FROZEN = "it is frozen: its requires_grad is False"
 UNUSED = "it had no gradient: the loss does not depend on it, or its gradient was removed"
@@ -525,11 +526,13 @@ def test_parameters_that_are_spread_over_ranks_have_no_gradients_of_micro_batche
     inventory = ModelIndex(Net())
     inventory.spread.add("base.weight")
     situation = ReasonContext(inventory, {}, (), (), True, {})
-    record = StepRecord(0, 0.0, True, {})
-    assert "only once they are reduced" in situation.reason("gradient_local", "base.weight", record, None)
-    assert situation.reason("gradient_local", "low.weight", record, None) == ""
+    sources = ("gradient_local", "update")
+    reasons = Reasons(StepRecord(0, 0.0, True, {}), dict.fromkeys(sources, inventory.names), {}, situation, None)
+    norm = Metric("norm", "gradient_local", re.compile("weight"), shown=False)
+    assert "only once they are reduced" in reasons._why(norm, "base.weight")
+    assert reasons._why(norm, "low.weight") == "no backward pass brought a gradient for it"
     # after detach() nobody knows which optimizers there were
-    assert situation.reason("update", "low.weight", record, None) == ""
+    assert reasons._why(replace(norm, source="update"), "low.weight") == "no attached optimizer changes it"
 
 
 def test_values_of_the_model_that_are_asked_for_within_a_step_are_said_to_be() -> None:

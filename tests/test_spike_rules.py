@@ -29,7 +29,8 @@ from torch_gradmon.spikes import (
     Threshold,
 )
 from torch_gradmon.spikes.detector import judge
-from torch_gradmon.spikes.hampel import HampelBank, SortedWindow, value_at
+from torch_gradmon.spikes.hampel import SortedWindow, value_at
+from torch_gradmon.spikes.rules import HampelBank
 
 RULES: dict[str, Callable[[], Rule]] = {
     "threshold": lambda: Threshold(5.0),
@@ -343,8 +344,8 @@ def test_many_signals_are_judged_together_as_alone_also_where_they_come_go_and_t
             assert (found[name].is_spike, found[name].threshold) == (verdict.is_spike, verdict.threshold)
             assert alike(found[name].score, verdict.score)
             assert found[name].reason == verdict.reason
-        assert (together._rules._bank is not None) == (step < 90)
-    assert alike(together.state_dict()["rules"], {name: alone[name].state_dict()["rule"] for name in together._rules._rules})
+        assert (together._bank is not None) == (step < 90)
+    assert alike(together.state_dict()["rules"], {name: alone[name].state_dict()["rule"] for name in together._rules})
 
 
 # --- invariants --------------------------------------------------------------------------------------------------------------

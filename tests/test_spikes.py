@@ -21,8 +21,9 @@ from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.core.records import SpikeEvent, StatsTable
 from torch_gradmon.spikes import Hampel, MedianMad
-from torch_gradmon.spikes.attribution import GradientNormHistory, spike_cause
+from torch_gradmon.spikes.attribution import spike_cause
 from torch_gradmon.spikes.detector_set import RecoveryTracker, recovery_text
+from torch_gradmon.spikes.signals import GradientNormHistory
 
 
 def _noise(count: int, seed: int = 0, level: float = 1.0, spread: float = 0.1) -> list[float]:
@@ -600,7 +601,7 @@ def test_a_spike_soon_after_gradients_that_are_not_finite_is_told(bad: float) ->
 
 
 def test_a_judge_that_fails_costs_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_gradmon.spikes.detector_set.spike_cause", lambda *_: 1 / 0)
+    monkeypatch.setattr("torch_gradmon.spikes.attribution.spike_cause", lambda *_: 1 / 0)
     with pytest.warns(GradmonWarning, match="step 39 could not be judged"):
         monitor, events = _toy(40, SpikeDetector(signal="gradmon/grad_norm"))
     assert sorted(monitor.get_all_metrics()) == list(range(40))

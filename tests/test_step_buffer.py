@@ -153,7 +153,7 @@ def test_values_that_are_put_again_and_again_replace_each_other() -> None:
     for x in range(1000):
         buffer.put_values(others, torch.tensor([x, -x], dtype=torch.float64))
         buffer.put_values([KEY], torch.tensor([x + 1.0], dtype=torch.float64))
-    assert len(buffer._vectors) == 2
+    assert len(list(buffer._on_device())) <= 2
     assert buffer.flush()[1] == {others[0]: 999.0, others[1]: -999.0, KEY: 1000.0}
 
 

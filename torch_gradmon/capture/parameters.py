@@ -55,8 +55,8 @@ class ParameterCapture:
         self._sample = update_sample
         self._buffer: StepBuffer | None = None
         self._before: dict[int, Tensor] = {}
-        self._measured: set[int] = set()  # positions whose copies are what was measured as parameters, in this version
-        self._version = 0
+        self._measured: set[int] = set()  # positions whose copies are what was measured as parameters, by the rows of `_put`
+        self._put: Tensor | None = None
         self.reference: Mapping[str, nn.Parameter] = {}  # parameters by name, whose differences are measured
         self._source: GradientSource = PLAIN_GRADIENTS
         self.shared: set[int] = set()  # positions of parameters that several optimizers step
@@ -132,7 +132,7 @@ class ParameterCapture:
             return
         if as_measured and not isinstance(self._sample, int) and self._plans[PARAMETER].columns >= SQUARES:
             self._measured.update(parts)
-            self._version = self._buffer.version_of(PARAMETER)
+            self._put = self._buffer.last_put(PARAMETER)
 
     def forget(self, positions: Iterable[int]) -> None:
         for position in positions:
@@ -202,7 +202,7 @@ class ParameterCapture:
         """Measure what updates are compared with, unless the copies are what was measured as parameters."""
         assert self._buffer is not None
         again: list[int] = []
-        if self._measured and self._buffer.version_of(PARAMETER) == self._version:
+        if self._measured and self._buffer.last_put(PARAMETER) is self._put:
             known = self._buffer.names_of(PARAMETER)
             again = [position for position in before if position in self._measured and plan.names[position] in known]
         if again:

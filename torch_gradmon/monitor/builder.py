@@ -27,9 +27,8 @@ from ..plugins.setup_check import SetupCheck, compiled
 from ..plugins.spike_policy.policy import Policy, Rollback, policy_of
 from ..spikes.detector_set import DetectorSet
 from ..statistics.dispatch import Statistics, kernel_choice
-from ..step.exchange import ExchangePolicy, RankExchange
 from ..step.plan import VIEW_BUILT_INS, Registry
-from ..step.planner import Planner
+from ..step.planner import ExchangePolicy, Planner
 from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import LayerSelection
@@ -157,14 +156,13 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     detection = SpikeDetection(factory.summary, complaints)
     statistics = Statistics(complaints, float(options.zero_threshold), False if inert else kernel_choice())
     captures = Captures(Measurer(statistics, complaints, ranks), fence, options.sampled_updates)
-    between = RankExchange(ranks, complaints)
-    exchange = ExchangePolicy(between, planner, factory.summary, detection.detector_set, options.interval)
+    exchange = ExchangePolicy(ranks, complaints, planner, factory.summary, detection.detector_set, options.interval)
     history = RecordHistory(options.history, detection.detector_set.history)
     built_in = _plugins(options, planner, factory, detection.detector_set, directory, exchange, fence, history)
     plugins = PluginSet(built_in, options.plugins, complaints)
     publisher = Publisher(KeyFormatter(options.key_order, options.prefix), complaints, is_muted)
     pipeline = RecordPipeline(
-        factory, detection, history, directory, publisher, plugins, _on_spike(options), between, fence, is_muted
+        factory, detection, history, directory, publisher, plugins, _on_spike(options), exchange, fence, is_muted
     )
     state = StepState()
     values = ValueLog(state, fence, LateValues(state, pipeline, built_in.recorder), exchange, captures.modules.passes)
@@ -219,8 +217,7 @@ def _plugins(
     if policy is not None and not fence.inert:
         from ..plugins.spike_policy.plugin import SpikePolicy
 
-        decisions = RankExchange(exchange.exchange.ranks, complaints)
-        acting = SpikePolicy(policy, detectors, decisions, complaints, exchange.parts_of_tensors)
+        acting = SpikePolicy(policy, detectors, exchange.ranks, complaints, exchange.parts_of_tensors)
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite_count")
     # plugins of the script may ask for gradients in each step

@@ -22,15 +22,14 @@ from ..core.records import KeyFormatter, SpikeEvent, StepRecord, StepValues, los
 from ..core.torch_modes import HomeProcess, fresh_grad_mode, outside_dispatch_modes, process_facts
 from ..core.validation import subsample_steps
 from ..plugins.spike_policy.policy import Policy, policy_of
-from ..spikes.attribution import SuspectHistory
 from ..spikes.detector import SpikeDetector
 from ..spikes.detector_set import DetectorSet
-from ..spikes.signals import by_size
+from ..spikes.signals import SuspectHistory, by_size
 from ..step.buffer import StepBuffer
-from ..step.exchange import RankExchange
 from ..step.plan import Registry
-from ..step.record_builder import PendingStep, asked_for, missing
-from ..step.summary import LayerSelection, ReasonContext, Summary, SummaryChoice
+from ..step.planner import ExchangePolicy
+from ..step.record_builder import PendingStep, ReasonContext, Reasons, asked_for
+from ..step.summary import LayerSelection, Summary, SummaryChoice
 from .plugin_set import PluginSet
 
 if TYPE_CHECKING:
@@ -375,7 +374,7 @@ class RecordFactory:
         """Why requested values are not in ``record``, the last one. ``owned``: the parameters of attached optimizers, if known."""
         if self._reasons is None:
             return {}
-        return missing(record, list(self._registry.metrics), names, absent, self._reasons, self.layers, owned)
+        return Reasons(record, names, absent, self._reasons, owned).missing(self._registry.metrics, self.layers)
 
 
 # --- Output of records to sinks, when their steps are complete ---
@@ -671,7 +670,7 @@ class RecordPipeline:
         publisher: Publisher,
         plugins: PluginSet,
         on_spike: str | Policy | Callable[[SpikeEvent], Any] | None,
-        exchange: RankExchange,
+        exchange: ExchangePolicy,
         fence: Fence,
         is_muted: Callable[[], bool],
     ) -> None:

@@ -1046,7 +1046,7 @@ class Runtime:
                 self.leave()
             finally:
                 self._unfollow()
-                self.lifecycle.planning.exchange.exchange.end()
+                self.lifecycle.planning.exchange.end()
                 self.close()
 
     def close(self) -> None:

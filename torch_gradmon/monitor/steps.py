@@ -20,9 +20,8 @@ from ..core.fence import Fence
 from ..core.torch_modes import Unsaved, outside_dispatch_modes, rng_states, unsaved_of
 from ..step.active_step import IDLE, ActiveStep, Mode, RecordedStep
 from ..step.buffer import StepBuffer
-from ..step.exchange import ExchangePolicy
 from ..step.model_index import ModelIndex
-from ..step.planner import OF_MODULES, Planner
+from ..step.planner import OF_MODULES, ExchangePolicy, Planner
 from ..step.record_builder import PendingStep
 from .machine import StepState
 from .plugin_set import PluginSet
@@ -172,7 +171,7 @@ class StepPlanning:
         index = planner.inventory
         assert index is not None
         if index.spread:  # before anything is added up over ranks
-            if self.exchange.exchange.ranks.count > 1:
+            if self.exchange.ranks.count > 1:
                 self.factory.summary.choice.store_all_columns()  # on each rank, with or without a run directory
             self.exchange.ranks_take_part(active.number)
         active.plans = planner.plans(active.number, self.factory.summary, gradients_only=not is_monitored)
@@ -547,7 +546,7 @@ class StepLifecycle:
         readback = buffer.start_readback()
         self.plugins.call("annotate", active)
         groups = planning.groups() if self.pipeline.factory.layers.choice == "blocks" else []
-        cost, ranks, attached = self.fence.cost(), planning.exchange.exchange.ranks.count, planning.loop is not None
+        cost, ranks, attached = self.fence.cost(), planning.exchange.ranks.count, planning.loop is not None
         pending = PendingStep(readback, active, inventory, evaluate, groups, found, cost, ranks, attached)
         self.pipeline.waiting.append(pending)
         if readback.arrival.is_local:  # its values are on the host already

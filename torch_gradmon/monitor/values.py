@@ -17,7 +17,7 @@ from ..core.keys import Key
 from ..core.torch_modes import outside_dispatch_modes
 from ..statistics.request import accumulator_dtype
 from ..step.buffer import Aggregation, StepBuffer
-from ..step.exchange import ExchangePolicy
+from ..step.planner import ExchangePolicy
 from .machine import StepState
 from .records import RecordPipeline
 
@@ -180,7 +180,7 @@ class ValueLog:
         the loop what ``float(loss)`` does.
         """
         began, key = perf_counter(), self._plain.get(name)
-        if key is None or self._is_detached or self._exchange.exchange.shares_values:
+        if key is None or self._is_detached or self._exchange.shares_values:
             return False
         if type(value) is Tensor:
             if _function_modes() or _dispatch_modes() or _interpreter() is not None:  # they see each question to a tensor
@@ -275,7 +275,7 @@ class ValueLog:
         self._fence.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
 
     def _warn_late(self, key: Key, text: str, reducer: str) -> None:
-        is_late = self._exchange.exchange.shares_values and self._step_of(key) == "last"
+        is_late = self._exchange.shares_values and self._step_of(key) == "last"
         if is_late and (reducer or self.late.is_judged(key)):
             self._fence.complaints.add(
                 f"late:{text}",

@@ -20,9 +20,9 @@ from ..core.records import Metric
 from ..runs import detail_request as change
 from ..runs.detail_request import DetailRequest
 from ..step.active_step import ActiveStep
-from ..step.exchange import EMPTY_SLOT, ExchangePolicy
-from ..step.planner import OF_MODULES, PRESETS, Planner
+from ..step.planner import OF_MODULES, PRESETS, ExchangePolicy, Planner
 from ..step.plugin import Plugin, PluginContext
+from ..step.ranks import EMPTY_SLOT
 from ..step.summary import Summary
 
 #: The added metrics: one-pass statistics, so the run directory stores them all.
@@ -188,7 +188,7 @@ class LiveDetail(Plugin):
     ) -> None:
         self._planner, self._summary, self._post_spike, self._exchange = planner, summary, post_spike, exchange
         self._path, self._reopen = path, reopen
-        self._ranks = exchange.exchange.ranks
+        self._ranks = exchange.ranks
         self._why_missing = ""  # why a part of the preset is not measured
         self._from_code: deque[DetailRequest] = deque(maxlen=1)  # the last request of the program itself, without a number yet
         self._asked: DetailRequest | None = None  # the ranks have not agreed on it yet
@@ -255,7 +255,7 @@ class LiveDetail(Plugin):
             self._agreed, self._asked = self._asked, None
 
     def _take_broadcast(self) -> None:
-        received = self._exchange.exchange.take_received()
+        received, self._exchange.received = self._exchange.received, EMPTY_SLOT
         if received[0]:
             self._agreed = agreed = DetailRequest.of_numbers(received)
             self._number = max(self._number, agreed.number)
@@ -300,7 +300,7 @@ class LiveDetail(Plugin):
         if self._watches_idle_steps:  # without the call of a property in each step
             self._receive()
             asked = self._asked if self._ranks.is_first else None
-            self._exchange.exchange.broadcast(EMPTY_SLOT if asked is None else asked.numbers())
+            self._exchange.sent = EMPTY_SLOT if asked is None else asked.numbers()
 
     def annotate(self, step: ActiveStep) -> None:
         if self.in_force is not None:
@@ -308,7 +308,7 @@ class LiveDetail(Plugin):
             step.annotations["tuned"] = {name: value for name, value in facts if name in ("every", "preset", "number")}
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        has_received = self._exchange.exchange.has_received
+        has_received = self._exchange.received is not EMPTY_SLOT
         if not (self._watches_idle_steps or has_received):
             return
         if has_received:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.formatting import factor_text, listed, times
-from ..core.keys import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER, ROOT, parse_key
+from ..core.formatting import factor_text, listed, percent, times
+from ..core.keys import ACTIVATION, ACTIVATION_GRADIENT, PARAMETER, ROOT
 from ..core.moments import Column
-from ..core.records import StatsTable, StepRecord, spoiled_between
-from .detector import Verdict
-from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_ZERO, MAD_TO_STD, NEAR, THRESHOLD
+from ..core.records import StatsTable, StepRecord
+from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_ZERO, MAD_TO_STD, NEAR, REMEMBERED, THRESHOLD
 
 # --- usual norms ---
 
@@ -76,8 +75,6 @@ def _median(values: Tensor, dim: int) -> Tensor:
 
 # --- parameters in order of suspicion ---
 
-#: Steps whose gradients are kept: 13 kB each for 200 parameters.
-REMEMBERED = 64
 #: A parameter with less of the squared norm has not made the spike.
 _SHARE = 0.05
 #: Parameters rose alike if the factors of half of them differ from the median factor by at most this. It is 1.1 to 1.8 for a loss times 100
@@ -222,116 +219,6 @@ def _nearest_first(suspect: ParameterAttribution) -> tuple[bool, float, int]:
     return not suspect.nonfinite, math.inf if suspect.since is None else suspect.since, -suspect.place
 
 
-# --- gradients of the last steps ---
-
-#: Steps with a spike whose suspects are kept: those with the largest spikes.
-_SPIKES = 100
-
-
-class _Known(NamedTuple):
-    step: int
-    table: StatsTable
-    spoiled: tuple[str, ...] = ()  # the gradients that became NaN or infinite after the backward pass
-
-
-class GradientNormHistory:
-    """The statistics of the gradients of the last steps.
-
-    Gradients before clipping are used if there are any, since a clip makes a step that stands out like all others. From then on steps
-    without them are ignored, so that clipped norms are never compared with unclipped ones. NaN and Inf count at either stage.
-    """
-
-    def __init__(self) -> None:
-        self._steps: deque[_Known] = deque(maxlen=REMEMBERED)
-        self._unclipped = False
-        #: of the step that was added last, the gradients that became NaN or infinite after the backward pass
-        self.spoiled: tuple[str, ...] = ()
-
-    def add(self, step: int, tables: Mapping[str, StatsTable]) -> None:
-        """Add the gradients among ``tables``. A repeated step, as after a rollback, replaces all later ones."""
-        before = tables.get(GRADIENT_BEFORE_CLIP)
-        if before is not None and not self._unclipped:
-            self._unclipped = True
-            self._steps.clear()
-        table = before if self._unclipped else tables.get(GRADIENT)
-        self.rewind(step)
-        self.spoiled = spoiled_between(tables)
-        if table is not None and Column.SQUARE_SUM in table.columns:
-            self._steps.append(_Known(step, table, self.spoiled))
-
-    def rewind(self, step: int) -> None:
-        while self._steps and self._steps[-1].step >= step:
-            self._steps.pop()
-
-    def backfill(self, step: int, tables: Mapping[str, StatsTable]) -> None:
-        table = tables.get(self.source)
-        if table is None or Column.SQUARE_SUM not in table.columns or self.table(step) is not None:
-            return
-        steps = sorted([*self._steps, _Known(step, table)], key=lambda known: known.step)
-        self._steps = deque(steps[-REMEMBERED:], maxlen=REMEMBERED)
-
-    def table(self, step: int) -> StatsTable | None:
-        return next((known.table for known in self._steps if known.step == step), None)
-
-    @property
-    def source(self) -> str:
-        return GRADIENT_BEFORE_CLIP if self._unclipped else GRADIENT
-
-    def suspects(self, step: int) -> list[ParameterAttribution]:
-        """The parameters in order of suspicion, see :func:`ranked`; empty if ``step`` is unknown."""
-        known = [each for each in self._steps if each.step <= step]
-        if not known or known[-1].step != step:
-            return []
-        table, numbers, spoiled_after = known[-1].table, [each.step for each in known], set(known[-1].spoiled)
-        norms, spoiled = (torch.stack(rows) for rows in zip(*(_aligned(each.table, table) for each in known), strict=True))
-        found = ranked(numbers, table.names, norms, spoiled, is_part=table.is_part)
-        if not spoiled_after:
-            return found
-        marked = [replace(each, is_spoiled_after=each.name in spoiled_after) for each in found]
-        return sorted(marked, key=lambda each: not each.is_spoiled_after)
-
-
-class SuspectHistory:
-    """The gradients of the last steps, and the suspects of the steps with the largest spikes."""
-
-    def __init__(self) -> None:
-        self.gradients = GradientNormHistory()
-        self.suspects: dict[int, list[ParameterAttribution]] = {}  # by step, in order of suspicion
-        self._sizes: dict[int, float] = {}
-
-    def at_spike(self, step: int, spike_size: float) -> list[ParameterAttribution]:
-        """The suspects of a step with a spike, which are kept."""
-        if step not in self.suspects:
-            self.suspects[step] = self.gradients.suspects(step)
-        self._sizes[step] = max(spike_size, self._sizes.get(step, 0.0))
-        found = self.suspects[step]
-        while len(self.suspects) > _SPIKES:
-            smallest = min(self.suspects, key=lambda known: self._sizes[known])
-            del self.suspects[smallest], self._sizes[smallest]
-        return found
-
-    def first(self, step: int, spikes: Mapping[str, Verdict]) -> str:
-        """The most suspicious signal: for gradients by suspicion, for others, and before the step has ended, by score."""
-        names = {signal: key.name for signal in spikes if (key := parse_key(signal)).source == self.gradients.source}
-        order = {suspect.name: place for place, suspect in enumerate(self.gradients.suspects(step))} if names else {}
-        return min(spikes, key=lambda signal: (order.get(names.get(signal, ""), math.inf), -(spikes[signal].score or 0.0)))
-
-    def rewind(self, step: int) -> None:
-        self.gradients.rewind(step)
-        self.suspects = {known: found for known, found in self.suspects.items() if known < step}
-        self._sizes = {known: spike_size for known, spike_size in self._sizes.items() if known < step}
-
-
-def _aligned(other: StatsTable, table: StatsTable) -> tuple[Tensor, Tensor]:
-    """Norms in ``other`` of the parameters in ``table``, NaN where missing; and numbers of NaN and infinite elements."""
-    rows = other.rows
-    if other.names != table.names:
-        place = {name: row for row, name in enumerate(other.names)}
-        absent = torch.full((1, rows.shape[1]), torch.nan, dtype=torch.float64, device="cpu")
-        rows = torch.cat([rows, absent])[[place.get(name, -1) for name in table.names]]
-    return rows[:, Column.SQUARE_SUM].sqrt(), rows[:, Column.NONFINITE].nan_to_num(0.0)
-
-
 # --- where NaN or Inf began ---
 
 
@@ -382,8 +269,12 @@ _PART = 0.5
 _MOST = 0.75
 #: A parameter with more than this share of the squared norm has most of it.
 _MAJORITY = 0.5
-#: Number of layers named individually.
+#: Number of layers, and of rows of a batch, that are named individually.
 _NAMED = 3
+#: A row stands out if it has more than the mean loss, and this many times the mean of the rows with smaller ones.
+_ROW_STANDS_OUT = 5.0
+#: Factor above the median of the others from which on a micro-batch stands out.
+_BATCH_STANDS_OUT = 3.0
 
 
 @dataclass(frozen=True)
@@ -539,3 +430,45 @@ def _nonfinite_cause(suspects: Sequence[ParameterAttribution], loss: float | Non
         finite = min((suspect for suspect in suspects if not suspect.nonfinite), key=lambda suspect: suspect.place)
         words += f"; nearer to the loss, from {finite.name} on, all are finite, so it arose at {last.name}"
     return SpikeCause(spoiled[0].name, "has NaN or Inf", words)
+
+
+# --- rows of a batch, and micro-batches, that stand out ---
+
+
+def rows_text(rows: Mapping[str, Any]) -> str:
+    """Which rows stand out, as part of a sentence about a spike; empty without any."""
+    if not rows or rows["count"] < 2:
+        return ""
+    ids, losses, count, total = list(map(str, rows["ids"])), rows["losses"], rows["count"], rows["sum"]
+    if rows["nonfinite"]:
+        odd = [name for name, loss in zip(ids, losses, strict=True) if not math.isfinite(loss)][:_NAMED]
+        more = rows["nonfinite"] - len(odd)
+        names = ", ".join(odd) + (f" and {more} more" if more > 0 else "")
+        return f"of {count} rows {rows['nonfinite']} have a loss that is NaN or infinite: {names}"
+    if not total > 0 or rows.get("negative"):
+        return ""
+    far = 0
+    for place, loss in enumerate(losses[: count - 1], 1):
+        others = max(total - sum(losses[:place]), 0.0) / (count - place)
+        far = place if loss > max(_ROW_STANDS_OUT * others, total / count) else far
+    shares = [loss / total for loss in losses]
+    if not far:
+        return f"no row of {count} stands out: the largest share of the loss, of row {ids[0]}, is {percent(shares[0])}"
+    named = listed([f"{name} ({percent(share)})" for name, share in zip(ids[:far], shares, strict=False)], _NAMED)
+    return f"of {count} rows the largest shares of the loss are those of {named}"
+
+
+def rank_norms_text(norms: Mapping[str, Sequence[float]]) -> str:
+    """Which micro-batch stands out, as part of a sentence about a spike; empty with fewer than two."""
+    every = [(number, int(rank), norm) for rank, each in norms.items() for number, norm in enumerate(each)]
+    if len(every) < 2:
+        return ""
+    spoiled = sorted((number, rank) for number, rank, norm in every if not math.isfinite(norm))
+    if spoiled:
+        number, rank = spoiled[0]
+        return f"of {len(every)} micro-batches {len(spoiled)} brought NaN or Inf, first number {number} of rank {rank}"
+    number, rank, worst = max(every, key=lambda each: each[2])
+    usual = statistics.median(norm for *where, norm in every if where != [number, rank])
+    if worst < _BATCH_STANDS_OUT * usual or not usual:
+        return f"all {len(every)} micro-batches are alike"
+    return f"micro-batch {number} of rank {rank} has {times(worst / usual)} the norm of the {len(every) - 1} others"

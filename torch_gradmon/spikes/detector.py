@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..core.errors import display
 from ..core.formatting import is_multiple, times
 from ..core.records import SpikeEvent
-from .hampel import Hampel, HampelBank, value_at
+from .hampel import Hampel, value_at
 
 if TYPE_CHECKING:
-    from .rules import Rule
+    from .rules import HampelBank, Rule
 
 # --- verdicts ---
 
-#: From this number of signals on, a bank is faster than single rules.
+#: From this number of signals on, a bank is faster than single rules: three times with a hundred, six times with a thousand.
 _TOGETHER = 100
 
 
@@ -96,75 +94,6 @@ def load_state(rule: Rule, state: Mapping[str, Any]) -> None:
         rule.load_state_dict(state)
 
 
-class RulePerSignal:
-    """One copy of a rule for each signal, created when the signal first appears. A bank replaces many copies of the default rule."""
-
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        self._rules: dict[str, Rule] = {}
-        self._bank: HampelBank | None = None
-        self._rows: dict[str, int] = {}
-
-    def verdicts(self, step: int, values: Mapping[str, float], learns: bool) -> dict[str, Verdict]:
-        """Score ``values`` by signal, then learn them, or not."""
-        is_many = learns and type(self._rule) is Hampel and len(values) >= _TOGETHER
-        if self._bank is not None or is_many:
-            # it compares logarithms; -inf is allowed, because non-finite values are not learned
-            is_negative = any(-math.inf < value < 0 for value in values.values())
-            if self._bank is not None and (is_negative or not values.keys() <= self._rows.keys()):
-                self.load_state_dict(self.state_dict())  # into single rules
-            if self._bank is None and is_many and not is_negative:
-                self._make_bank(values)
-        if self._bank is None:
-            one = judge if learns else verdict_on
-            return {signal: one(self._single(signal), signal, step, value) for signal, value in values.items()}
-        row = torch.tensor([values.get(signal, math.nan) for signal in self._rows], dtype=torch.float64, device="cpu")
-        return self._verdicts(self._bank, self._bank.verdicts(row, learns), values)
-
-    def _single(self, signal: str) -> Rule:
-        if signal not in self._rules:
-            self._rules[signal] = copy.deepcopy(self._rule)
-        return self._rules[signal]
-
-    def _verdicts(self, bank: HampelBank, judged: tuple[np.ndarray, ...], values: Mapping[str, float]) -> dict[str, Verdict]:
-        scores, spikes, usual = (found.tolist() for found in judged)
-        found, threshold = dict(zip(self._rows, scores, strict=True)), bank.threshold
-        # a NaN score means that the rule has no score yet
-        verdicts = {
-            signal: Verdict(False, score if (score := found[signal]) == score else None, threshold, "") for signal in values
-        }
-        for signal in itertools.compress(self._rows, spikes):
-            if (value := values.get(signal)) is None:
-                continue
-            score, before = found[signal], usual[self._rows[signal]]
-            normal = value_at(before) if math.isfinite(before) else None
-            reason = _words(signal, value, normal, score, threshold) if math.isfinite(value) else f"{signal} is {value}"
-            verdicts[signal] = Verdict(True, score, threshold, reason, normal)
-        return verdicts
-
-    def _make_bank(self, signals: Iterable[str]) -> None:
-        rule = self._rule
-        assert isinstance(rule, Hampel)
-        if any(isinstance(each, Hampel) and each.linear for each in self._rules.values()):
-            return
-        learned = self.state_dict()
-        self._rows = {name: row for row, name in enumerate(dict.fromkeys([*learned, *signals]))}
-        self._bank, self._rules = HampelBank(rule, len(self._rows)), {}
-        self._bank.load([learned.get(name, rule.state_dict()) for name in self._rows])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each rule, by signal."""
-        if self._bank is not None:
-            return {signal: self._bank.state(row) for signal, row in self._rows.items()}
-        return {signal: state_of(rule) for signal, rule in self._rules.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self._bank, self._rows, self._rules = None, {}, {}
-        for signal, learned in state.items():
-            load_state(self._single(signal), learned)
-
-
 def _words(signal: str, value: float, usual: float | None, score: float, threshold: float) -> str:
     how = f"(score {score:.3g}, threshold {threshold:g})"
     if usual is None or not is_multiple(value, usual):  # it may be above the other of two medians
@@ -210,7 +139,10 @@ class SpikeDetector:
         self.signal, self.name = signal, text
         self.rule = _rule(rule, text.rstrip("$"))
         self._fresh = copy.deepcopy(state_of(self.rule))
-        self._rules = RulePerSignal(self.rule)
+        # of a pattern: a copy of the rule for each signal, made when that first appears, or a bank in the place of many default ones
+        self._rules: dict[str, Rule] = {}
+        self._bank: HampelBank | None = None
+        self._rows: dict[str, int] = {}  # of the bank, by signal
         self._predicted: tuple[int, float, Verdict] | None = None
 
     def __repr__(self) -> str:
@@ -247,11 +179,64 @@ class SpikeDetector:
 
     def predict_all(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
         """:meth:`predict` for values by key."""
-        return self._rules.verdicts(step, values, learns=False)
+        return self._together(step, values, learns=False)
 
     def update_all(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
         """:meth:`update` for values by key. Each key has its own rule, created when the key first appears."""
-        return self._rules.verdicts(step, values, learns=True)
+        return self._together(step, values, learns=True)
+
+    def _together(self, step: int, values: Mapping[str, float], learns: bool) -> dict[str, Verdict]:
+        is_many = learns and type(self.rule) is Hampel and len(values) >= _TOGETHER
+        if self._bank is not None or is_many:
+            # it compares logarithms; -inf is allowed, because non-finite values are not learned
+            is_negative = any(-math.inf < value < 0 for value in values.values())
+            if self._bank is not None and (is_negative or not values.keys() <= self._rows.keys()):
+                self._use_rules(self._learned())
+            if self._bank is None and is_many and not is_negative:
+                self._use_bank(values)
+        if self._bank is None:
+            one = judge if learns else verdict_on
+            return {signal: one(self._rule_of(signal), signal, step, value) for signal, value in values.items()}
+        row = torch.tensor([values.get(signal, math.nan) for signal in self._rows], dtype=torch.float64, device="cpu")
+        scores, spikes, usual = (found.tolist() for found in self._bank.verdicts(row, learns))
+        verdicts, threshold = {}, self._bank.threshold
+        for signal, value in values.items():
+            place = self._rows[signal]
+            score = scores[place]
+            if not spikes[place]:  # a NaN score means that the rule has no score yet
+                verdicts[signal] = Verdict(False, score if score == score else None, threshold, "")
+                continue
+            normal = value_at(usual[place]) if math.isfinite(usual[place]) else None
+            reason = _words(signal, value, normal, score, threshold) if math.isfinite(value) else f"{signal} is {value}"
+            verdicts[signal] = Verdict(True, score, threshold, reason, normal)
+        return verdicts
+
+    def _rule_of(self, signal: str) -> Rule:
+        if signal not in self._rules:
+            self._rules[signal] = copy.deepcopy(self.rule)
+        return self._rules[signal]
+
+    def _use_rules(self, learned: Mapping[str, Any]) -> None:
+        self._bank, self._rows, self._rules = None, {}, {}
+        for signal, state in learned.items():
+            load_state(self._rule_of(signal), state)
+
+    def _use_bank(self, signals: Iterable[str]) -> None:
+        assert isinstance(self.rule, Hampel)
+        if any(isinstance(each, Hampel) and each.linear for each in self._rules.values()):
+            return
+        from .rules import HampelBank  # most trainings have few signals
+
+        learned, fresh = self._learned(), self.rule.state_dict()
+        self._rows = {name: row for row, name in enumerate(dict.fromkeys([*learned, *signals]))}
+        self._bank, self._rules = HampelBank(self.rule, len(self._rows)), {}
+        self._bank.load([learned.get(name, fresh) for name in self._rows])
+
+    def _learned(self) -> dict[str, Any]:
+        """The state of each signal's rule."""
+        if self._bank is not None:
+            return {signal: self._bank.state(row) for signal, row in self._rows.items()}
+        return {signal: state_of(rule) for signal, rule in self._rules.items()}
 
     def event(self, step: int, value: float, verdict: Verdict, signal: str | None = None) -> SpikeEvent:
         """The event for a spike."""
@@ -260,12 +245,7 @@ class SpikeDetector:
 
     def state_dict(self) -> dict[str, Any]:
         """What the rules have learned, as plain numbers and lists, for JSON and ``torch.load(weights_only=True)``."""
-        return {
-            "signal": self.name,
-            "kind": type(self.rule).__name__,
-            "rule": state_of(self.rule),
-            "rules": self._rules.state_dict(),
-        }
+        return {"signal": self.name, "kind": type(self.rule).__name__, "rule": state_of(self.rule), "rules": self._learned()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`.
@@ -280,7 +260,7 @@ class SpikeDetector:
             raise TypeError(f"the rules of {self.name} must be a dict of states by signal, got {display(state['rules'])}")
         self._predicted = None
         load_state(self.rule, state["rule"])
-        self._rules.load_state_dict(state.get("rules", {}))
+        self._use_rules(state.get("rules", {}))
 
 
 def _rule(rule: Rule | Callable[[float], Any] | None, signal: str) -> Rule:

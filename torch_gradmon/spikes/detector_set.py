@@ -6,19 +6,18 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from operator import attrgetter
 
 from ..core.errors import WarningLog
 from ..core.formatting import factor_text, times
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
 from ..core.moments import Column
 from ..core.records import SpikeEvent, StepRecord, StepValues, loss_in
-from ..step.buffer import rows_text
-from ..step.summary import KEY_DOCUMENTATION, not_applied, rank_norms_text
-from .attribution import SuspectHistory, nonfinite_origin, spike_cause
+from ..step.summary import KEY_DOCUMENTATION, not_applied
 from .detector import SpikeDetector, Verdict
 from .hampel import LEAST
-from .signals import MatchingValues, size, value_of
+from .signals import MatchingValues, SuspectHistory, size, value_of
 
 # --- recovery ---
 
@@ -29,24 +28,19 @@ AFTER = 5
 BACK, SHARE_OF_WAY = 1.5, 0.25
 
 
-@dataclass
-class _Case:
-    events: list[SpikeEvent]
-    values: list[tuple[int, float]] = field(default_factory=list)
-
-
 class RecoveryTracker:
     def __init__(self) -> None:
-        self._cases: dict[str, _Case] = {}
+        # by signal: the events of a spike, and the steps and values after it
+        self._cases: dict[str, tuple[list[SpikeEvent], list[tuple[int, float]]]] = {}
 
     def follow(self, event: SpikeEvent) -> None:
-        self._cases.setdefault(event.signal, _Case([event]))
+        self._cases.setdefault(event.signal, ([event], []))
 
     def rewind(self, step: int) -> None:
-        for signal, case in list(self._cases.items()):
-            case.events = [event for event in case.events if event.step < step]
-            case.values = [(known, value) for known, value in case.values if known < step]
-            if not case.events:
+        for signal, (events, values) in list(self._cases.items()):
+            events[:] = [event for event in events if event.step < step]
+            values[:] = [(known, value) for known, value in values if known < step]
+            if not events:
                 del self._cases[signal]
 
     def update(self, step: int, spikes: Mapping[str, SpikeEvent], value_of: Callable[[str], float | None]) -> list[str]:
@@ -56,16 +50,16 @@ class RecoveryTracker:
         :data:`AFTER` steps is reported anyway.
         """
         found = []
-        for signal, case in list(self._cases.items()):
-            if step <= case.events[-1].step:
+        for signal, (events, values) in list(self._cases.items()):
+            if step <= events[-1].step:
                 continue
-            if signal in spikes and not case.values:
-                case.events.append(spikes[signal])
+            if signal in spikes and not values:
+                events.append(spikes[signal])
             elif (value := value_of(signal)) is not None:
-                case.values.append((step, value))
-            if len(case.values) >= AFTER or len(case.events) > AFTER:
+                values.append((step, value))
+            if len(values) >= AFTER or len(events) > AFTER:
                 del self._cases[signal]
-                found.append(recovery_text(case.events, case.values))
+                found.append(recovery_text(events, values))
         return found
 
 
@@ -114,6 +108,7 @@ def _range(values: Sequence[float]) -> str:
 
 # --- state of the current spikes ---
 
+_SIGNAL, _VALUE = attrgetter("signal"), attrgetter("value")
 #: Numbers of consecutive steps not applied that call for more detail: fewer are a gradient scaler's search for its scale.
 _REJECTED = (3, 30, 300)
 
@@ -124,11 +119,11 @@ class FollowUp:
     def __init__(self) -> None:
         self.rejected = 0  # consecutive steps that were not applied
         self._detail_at = 0  # the value of ``rejected`` when detail was requested last
-        self._recovery = RecoveryTracker()
+        self.recovery = RecoveryTracker()
         self._largest: dict[str, float] = {}  # by signal that spiked in the step before, its largest spike without a break
         self._origin_reported = False
         self.complete: StepRecord | None = None  # the last record that nothing more can come for
-        self._added: list[str] = []
+        self.added: list[str] = []  # to what there is to report
 
     def is_new(self, event: SpikeEvent) -> bool:
         """Whether the signal did not spike in the step before. NaN and Inf pass from one signal to all others."""
@@ -149,40 +144,35 @@ class FollowUp:
         self._detail_at = 0 if applied else self._detail_at
 
     def rejections_need_detail(self) -> bool:
-        """Whether a limit of steps not applied was reached; true once for each limit."""
+        """True once for each limit."""
         due = (0, *_REJECTED)[bisect_right(_REJECTED, self.rejected)]
         is_due, self._detail_at = due > self._detail_at, max(due, self._detail_at)
         return is_due
 
-    def rewind(self, step: int) -> None:
-        self._recovery.rewind(step)
-
     def reports(self, record: StepRecord, whole: Mapping[str, float]) -> list[str]:
         """Take a complete ``record``; return what there is to report on this spike's origin and on earlier ones."""
-        spikes = {}
-        for event in record.events:
-            spikes[event.signal] = event
-        recovered = self._recovery.update(record.step, spikes, lambda signal: value_of(signal, record, whole))
-        for event in record.events:
-            if self.is_new(event):
-                self._recovery.follow(event)
+        spikes = dict(zip(map(_SIGNAL, record.events), record.events, strict=True))
+        recovered = self.recovery.update(record.step, spikes, lambda signal: value_of(signal, record, whole))
+        for event in filter(self.is_new, record.events):
+            self.recovery.follow(event)
         before, self._largest = self._largest, {}
         for signal, event in spikes.items():
             self._largest[signal] = max(size(event), before.get(signal, 0.0))
-        self.complete, added, self._added = record, self._added, []
+        self.complete, added, self.added = record, self.added, []
         return [*added, *self._origin(record), *recovered]
-
-    def add_report(self, text: str) -> None:
-        self._added.append(text)
 
     def _origin(self, record: StepRecord) -> list[str]:
         """Where NaN or Inf began, once for consecutive steps with any."""
-        spoiled = rejected = self.rejected > _REJECTED[0]
-        for event in record.events:
-            spoiled = spoiled or not math.isfinite(event.value)
+        rejected = self.rejected > _REJECTED[0]
+        is_spoiled = rejected or not all(map(math.isfinite, map(_VALUE, record.events)))
+        self._origin_reported = self._origin_reported and is_spoiled
+        if self._origin_reported or not is_spoiled:
+            return []
+        from .attribution import nonfinite_origin  # most trainings have no spike
+
         # while the scaler searches for its scale, gradients are infinite although the forward pass is finite
-        text = nonfinite_origin(record, forward_only=rejected) if spoiled and not self._origin_reported else ""
-        self._origin_reported = spoiled and (self._origin_reported or bool(text))
+        text = nonfinite_origin(record, forward_only=rejected)
+        self._origin_reported = bool(text)
         since = f"; {self.rejected} steps in a row were not applied" if rejected else ""
         return [f"step {record.step}: {text}{since}"] if text else []
 
@@ -272,8 +262,7 @@ class DetectorSet:
         for name, detector in list(self.detectors.items()):
             try:
                 values = self._values(detector, record, whole)
-                verdicts = _verdicts(detector, record.step, values, learns=False)
-                events.extend(self._events(detector, record.step, values, verdicts))
+                events += self._judged(detector, record.step, values, learns=False)[1]
                 self.predicted |= values.keys()
                 if name == MAIN_SIGNAL:
                     self.predicted.add(USED_SIGNAL)  # the decision counts NaN and Inf by itself
@@ -319,8 +308,8 @@ class DetectorSet:
                 if values:
                     done.update(values)
                     self._steps_without_value[name] = -math.inf
-                verdicts = _verdicts(detector, record.step, values)
-                events.extend(self._events(detector, record.step, values, verdicts))
+                verdicts, spikes = self._judged(detector, record.step, values, learns=True)
+                events += spikes
                 if is_first and values and name == MAIN_SIGNAL and self.history.gradients.spoiled:
                     events.append(self._spoiled_between(detector, record))
             except Exception as error:  # of a user's rule; it must not cost the record
@@ -347,21 +336,29 @@ class DetectorSet:
         value = value if not math.isfinite(value) else math.nan  # squares of some tensors only
         return SpikeEvent(record.step, USED_SIGNAL, value, math.inf, float(detector.rule.threshold), f"{USED_SIGNAL} is {value}")
 
-    def _events(
-        self, detector: SpikeDetector, step: int, values: Mapping[str, float], verdicts: Mapping[str, Verdict]
-    ) -> list[SpikeEvent]:
-        """At most one event: of many signals that spike together it names the most suspicious."""
+    def _judged(
+        self, detector: SpikeDetector, step: int, values: Mapping[str, float], learns: bool
+    ) -> tuple[Mapping[str, Verdict], list[SpikeEvent]]:
+        """The verdicts, and at most one event: of many signals that spike together it names the most suspicious."""
+        verdicts: dict[str, Verdict] = {}
+        if isinstance(detector.signal, re.Pattern):
+            together = detector.update_all if learns else detector.predict_all
+            verdicts = together(step, values) if values else {}
+        else:
+            one = detector.update if learns else detector.predict
+            for signal, value in values.items():
+                verdicts[signal] = one(step, value)
         spikes: dict[str, Verdict] = {}
         for signal, verdict in verdicts.items():
             if verdict.is_spike:
                 spikes[signal] = verdict
         if not spikes:
-            return []
+            return verdicts, []
         first = next(iter(spikes)) if len(spikes) == 1 else self.history.first(step, spikes)
         event = detector.event(step, values[first], spikes[first], first)
         if others := len(spikes) - 1:
             event = replace(event, reason=f"{event.reason}, and {others} of the {len(verdicts) - 1} others spike with it")
-        return [event]
+        return verdicts, [event]
 
     def _values(
         self, detector: SpikeDetector, record: StepRecord, whole: Mapping[str, float], with_tables: bool = True
@@ -391,6 +388,8 @@ class DetectorSet:
     def _with_causes(
         self, events: Iterable[SpikeEvent], record: StepRecord, largest: float, loss: float | None
     ) -> list[SpikeEvent]:
+        from .attribution import rank_norms_text, rows_text, spike_cause  # most trainings have no spike
+
         suspects, context = self.history.at_spike(record.step, largest), record.context
         before = self.follow_up.complete
         comes_late = before is not None and loss_in(before.values) is not None
@@ -407,7 +406,7 @@ class DetectorSet:
         self._awaits_loss = False
         events = self._with_causes(record.events, record, math.inf, loss)
         if any(map(self.follow_up.is_new, infinite)) and events[0].where != record.events[0].where:
-            self.follow_up.add_report(f"step {record.step}: {events[0].where}")
+            self.follow_up.added.append(f"step {record.step}: {events[0].where}")
         return replace(record, events=tuple(events))
 
     # --- what is watched -----------------------------------------------------------------------------------------------------------
@@ -432,7 +431,7 @@ class DetectorSet:
 
     def rewind(self, step: int) -> None:
         self.history.rewind(step)
-        self.follow_up.rewind(step)
+        self.follow_up.recovery.rewind(step)
 
     def signals_without_values(self) -> list[str]:
         """End the step; return signals that never had a value in all steps allowed for that. Each is named once."""
@@ -451,14 +450,3 @@ def _is_of_a_batch(signal: str | re.Pattern[str]) -> bool:
         return True
     key = parse_key(signal)
     return signal not in KEY_DOCUMENTATION and key.source != SUMMARY and key.source not in PARAMETER_SOURCES
-
-
-def _verdicts(detector: SpikeDetector, step: int, values: Mapping[str, float], learns: bool = True) -> dict[str, Verdict]:
-    if isinstance(detector.signal, re.Pattern):
-        together = detector.update_all if learns else detector.predict_all
-        return together(step, values) if values else {}
-    one = detector.update if learns else detector.predict
-    found = {}
-    for signal, value in values.items():
-        found[signal] = one(step, value)
-    return found

@@ -1,4 +1,4 @@
-"""The protocol of a rule, and the simple rules: a limit, a ratio, a cumulative sum, any function.
+"""The protocol of a rule, the simple rules (a limit, a ratio, a cumulative sum, any function), and the default one for many signals.
 
 A rule is a small object: ``score(value)``, then ``update(value)``, once for each value, and a ``threshold`` for the score. It never gets
 NaN or Inf, which the detector handles. Each docstring states what the rule learns from a spike. Rules of published code are reproduced
@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from ..core.validation import positive, share
-from .hampel import MAD_TO_STD, SortedWindow, log_of, value_at
+from . import hampel
+from .hampel import LOG_OF_ZERO, MAD_TO_STD, RECENT, Hampel, SortedWindow, log_of, value_at
 
 
 class Rule(Protocol):
@@ -376,3 +381,149 @@ def _distance(value: float, mean: float, spread: float) -> float:
 
 def _square(x: float) -> float:
     return x * x  # gives inf where ``**`` raises
+
+
+# --- the rule for many signals ---
+
+
+class _Windows:
+    """The last ``size`` values of each of ``rows`` signals; free places hold ``empty``."""
+
+    def __init__(self, rows: int, size: int, empty: float = math.inf) -> None:
+        self.values, self._empty = np.full((rows, size), empty), empty
+        self.count, self._next = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+
+    def add(self, chosen: np.ndarray, values: np.ndarray) -> None:
+        """Replace the oldest value of each chosen row by that in ``values``; both ``[rows]``."""
+        rows = chosen.nonzero()[0]
+        self.values[rows, self._next[rows]] = values[rows]
+        self._next[rows] = (self._next[rows] + 1) % self.values.shape[1]
+        self.count[rows] = np.minimum(self.count[rows] + 1, self.values.shape[1])
+
+    def oldest(self) -> np.ndarray:
+        """What the next value replaces: ``[rows]``."""
+        found: np.ndarray = self.values[np.arange(len(self.values)), self._next]
+        return found
+
+    def median(self) -> np.ndarray:
+        """``[rows]``; infinite where there is no value."""
+        return self._middle(self.values)
+
+    def deviation(self) -> np.ndarray:
+        """The median of ``|x - median|``, 0 where there are too few values: ``[rows]``."""
+        found = self._middle(np.abs(self.values - self.median()[:, None]))
+        return np.where(self.count >= hampel.FEWEST_RESIDUALS, found, 0.0)
+
+    def _middle(self, values: np.ndarray) -> np.ndarray:
+        ordered, rows = np.sort(values, axis=1), np.arange(len(values))  # free places come last
+        middle: np.ndarray = (ordered[rows, np.maximum(self.count - 1, 0) // 2] + ordered[rows, self.count // 2]) / 2
+        return middle
+
+    def ordered(self, row: int) -> list[float]:
+        """The values of one row, oldest first."""
+        found: list[float] = np.roll(self.values[row], -self._next[row]).tolist()
+        return found[len(found) - int(self.count[row]) :]
+
+    def load(self, row: int, values: Sequence[float] = ()) -> None:
+        """The inverse of :meth:`ordered`."""
+        size = self.values.shape[1]
+        kept = list(values)[-size:]
+        self.values[row] = kept + [self._empty] * (size - len(kept))
+        self.count[row], self._next[row] = len(kept), len(kept) % size
+
+
+class HampelBank:
+    """:class:`Hampel` for a fixed number of signals that are never negative.
+
+    Args:
+        like: a rule with the settings to use; its state is ignored.
+        signals: number of signals.
+    """
+
+    def __init__(self, like: Hampel, signals: int) -> None:
+        self.threshold, self._least, self._early = like.threshold, math.log(like.least), like.early
+        self._sizes = sizes = like.sizes
+        self._levels = {name: _Windows(signals, sizes[name]) for name in ("near", "far")}
+        self._residuals = {name: _Windows(signals, sizes["window"]) for name in self._levels}
+        self._between = _Windows(signals, sizes["lag"])  # of the near window and the far one
+        # those whose values are in the state as they are
+        self._plain = {
+            **self._levels,
+            **{f"{name}_residuals": of for name, of in self._residuals.items()},
+            "between": self._between,
+        }
+        self._peaks = _Windows(signals, sizes["window"], -math.inf)  # values above the threshold, -inf for the others
+        self._peaks.count[:] = sizes["window"]
+        self._recent, self._flags = _Windows(signals, RECENT), _Windows(signals, RECENT, 0.0)  # values, and which were spikes
+        self._count = np.zeros(signals, np.int64)
+
+    def verdicts(self, values: Tensor, learns: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Score ``values``, float64 ``[signals]`` on the CPU, then learn them, or not.
+
+        Returns:
+            The scores, infinite for NaN and Inf, NaN if there is none yet; which values are spikes; and the logarithms of the usual
+            values before, infinite if unknown. All ``[signals]``.
+        """
+        positions = torch.where(values > 0, values.log(), LOG_OF_ZERO).numpy()
+        finite, medians = values.isfinite().numpy(), {name: level.median() for name, level in self._levels.items()}
+        with np.errstate(all="ignore"):
+            early = 1 / self._count
+            widening, least = 1 + hampel.EARLY_SPREAD * early, (self._least + self._early * early) / self.threshold
+            near, far = (
+                (positions - medians[name]) / np.maximum(MAD_TO_STD * residuals.deviation() * widening, least)
+                for name, residuals in self._residuals.items()
+            )
+            scores = np.where(self._count >= hampel.FAR_FROM, np.maximum(near, far), near)
+        scores = np.where(self._count >= hampel.JUDGES, scores, np.nan)
+        high = (scores > self.threshold).nonzero()[0]
+        usual = (self._peaks.values[high] >= (positions[high] - self._least)[:, None]).sum(axis=1) >= hampel.USUAL
+        scores[high[usual]] = self.threshold
+        spikes = finite & (scores > self.threshold)
+        if learns:
+            self._peaks.add(finite, np.where(scores >= self.threshold, positions, -np.inf))
+            self._learn(positions, medians, finite, spikes)
+        return np.where(finite, scores, np.inf), spikes | ~finite, medians["near"]
+
+    def _learn(self, positions: np.ndarray, medians: Mapping[str, np.ndarray], finite: np.ndarray, spikes: np.ndarray) -> None:
+        calm = finite & ~spikes
+        for name, level in self._levels.items():
+            known = calm & (level.count >= hampel.FIRST)
+            self._residuals[name].add(known, positions - np.where(known, medians[name], 0.0))
+        leaving = self._between.oldest()
+        self._levels["far"].add(calm & (leaving < np.inf), leaving)
+        self._levels["near"].add(calm, positions)
+        self._between.add(calm, positions)
+        self._count += calm
+        self._recent.add(finite, positions)
+        self._flags.add(finite, spikes)
+        # restart the medians where the level has changed, from the first of the recent spikes on
+        number = self._flags.values.sum(axis=1)
+        lasting = (number >= hampel.ACCEPT_IN_THE_END) & (self._recent.count == RECENT) & (self._flags.oldest() > 0)
+        for row in (finite & (lasting | (spikes & (number >= hampel.ACCEPT_AT_ONCE)))).nonzero()[0].tolist():
+            begun = self._recent.ordered(row)[self._flags.ordered(row).index(1.0) :]
+            for level in self._levels.values():
+                level.load(row, begun)
+            for window in (self._between, self._recent, self._flags):
+                window.load(row)
+
+    def state(self, signal: int) -> dict[str, Any]:
+        """As of a single rule."""
+        recent = zip(self._recent.ordered(signal), map(bool, self._flags.ordered(signal)), strict=True)
+        return {
+            **{name: window.ordered(signal) for name, window in self._plain.items()},
+            "recent": list(map(list, recent)),
+            "peaks": [None if peak == -math.inf else peak for peak in self._peaks.ordered(signal)],
+            "count": int(self._count[signal]),
+            "linear": False,
+            "sizes": self._sizes,
+        }
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """The inverse of :meth:`state`, for all signals."""
+        for signal, state in enumerate(states):
+            for name, window in self._plain.items():
+                window.load(signal, state[name])
+            self._recent.load(signal, [position for position, _ in state["recent"]])
+            self._flags.load(signal, [flag for _, flag in state["recent"]])
+            self._peaks.load(signal, [-math.inf if peak is None else peak for peak in state["peaks"]])
+            self._count[signal] = state["count"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, chain, count, islice, repeat
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..core.errors import WarningLog
-from ..core.formatting import listed, percent
 from ..core.keys import (
     GRADIENT,
     GRADIENT_BEFORE_CLIP,
@@ -42,13 +41,22 @@ from ..statistics.request import accumulator_dtype, refusal
 _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 
 
-def _rows_at(places: Sequence[tuple[Tensor, int]]) -> Tensor:
-    blocks = {id(block): block for block, _ in places}
-    starts = dict(zip(blocks, accumulate(map(len, blocks.values()), initial=0), strict=False))
-    rows = [starts[id(block)] + row for block, row in places]
-    together = torch.cat(list(blocks.values())) if len(blocks) > 1 else places[0][0]
-    is_run = rows == [*range(rows[0], rows[0] + len(rows))]  # as for what was merged
-    return together[rows[0] : rows[0] + len(rows)] if is_run else together[rows]
+#: Where rows are, by name: a block of rows, and the row in it.
+Rows = dict[str, tuple[Tensor, int]]
+_BLOCK, _ROW = itemgetter(0), itemgetter(1)
+
+
+def _rows_at(places: Collection[tuple[Tensor, int]], blocks: Mapping[int, Tensor]) -> Tensor:
+    """The rows at these places in a table; ``blocks``: what to read, by the id of the tensor in a place."""
+    owners, rows = [*map(id, map(_BLOCK, places))], [*map(_ROW, places)]
+    used = dict.fromkeys(owners)
+    if len(used) > 1:
+        starts = dict(zip(used, accumulate(len(blocks[owner]) for owner in used), strict=True))
+        rows = [starts[owner] - len(blocks[owner]) + row for owner, row in zip(owners, rows, strict=True)]
+    together = torch.cat([blocks[owner] for owner in used]) if len(used) > 1 else blocks[owners[0]]
+    if rows == [*range(rows[0], rows[0] + len(rows))]:  # as nearly always
+        return together if len(rows) == len(together) else together[rows[0] : rows[0] + len(rows)]
+    return together[rows]
 
 
 def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
@@ -168,18 +176,20 @@ def part_from(row: Tensor, reducer: str) -> Tensor:
     """The inverse of :func:`contribution`: one part of a pending value, from the merged rows."""
     if reducer == "mean":
         return torch.stack([row[Column.SUM], row[Column.COUNT]])
-    if reducer == "norm":
-        return row[Column.SUM].sqrt().reshape(1)
-    if reducer == "rms":
-        return (row[Column.SUM] / row[Column.SUM + 1]).sqrt().reshape(1)
-    if reducer in _OF_PRODUCTS:
-        return _OF_PRODUCTS[reducer](*row[Column.SUM : Column.SUM + 3].unbind()).reshape(1)
     if reducer in _EXTREMES:
         return torch.where(row[Column.NONFINITE] > 0, torch.nan, row[_EXTREMES[reducer]]).reshape(1)
-    return row[Column.SUM].reshape(1)
+    sums = row[Column.SUM : Column.SUM + 3].unbind()
+    return (_OF_SUMS[reducer](*sums) if reducer in _OF_SUMS else sums[0]).reshape(1)
 
 
-_OF_PRODUCTS = {"cosine": cosine, "angle": turn, "growth": growth}
+#: The value from up to three sums; for other reducers it is the first one.
+_OF_SUMS: dict[str, Callable[..., Tensor]] = {
+    "norm": lambda squares, *_: squares.sqrt(),
+    "rms": lambda squares, count, _: (squares / count).sqrt(),
+    "cosine": cosine,
+    "angle": turn,
+    "growth": growth,
+}
 _EXTREMES = {"min": Column.MIN, "max": Column.MAX}
 
 
@@ -268,9 +278,6 @@ class DeviceToHostCopy:
 
 #: Rows that are kept of each step.
 KEPT = 8
-#: A row stands out if it has more than the mean loss, and this many times the mean of the rows with smaller ones.
-_STANDS_OUT = 5.0
-_NAMED = 3
 #: Identities on a device travel in three parts of as many bits, which float32 holds exactly.
 _PARTS, _BITS = 3, 22
 
@@ -319,29 +326,6 @@ def merged(calls: Sequence[tuple[Identities, int, Tensor]]) -> dict[str, Any]:
     }
 
 
-def rows_text(rows: Mapping[str, Any]) -> str:
-    """Which rows stand out, as part of a sentence about a spike; empty without any."""
-    if not rows or rows["count"] < 2:
-        return ""
-    ids, losses, count, total = list(map(str, rows["ids"])), rows["losses"], rows["count"], rows["sum"]
-    if rows["nonfinite"]:
-        odd = [name for name, loss in zip(ids, losses, strict=True) if not math.isfinite(loss)][:_NAMED]
-        more = rows["nonfinite"] - len(odd)
-        names = ", ".join(odd) + (f" and {more} more" if more > 0 else "")
-        return f"of {count} rows {rows['nonfinite']} have a loss that is NaN or infinite: {names}"
-    if not total > 0 or rows.get("negative"):
-        return ""
-    far = 0
-    for place, loss in enumerate(losses[: count - 1], 1):
-        others = max(total - sum(losses[:place]), 0.0) / (count - place)
-        far = place if loss > max(_STANDS_OUT * others, total / count) else far
-    shares = [loss / total for loss in losses]
-    if not far:
-        return f"no row of {count} stands out: the largest share of the loss, of row {ids[0]}, is {percent(shares[0])}"
-    named = listed([f"{name} ({percent(share)})" for name, share in zip(ids[:far], shares, strict=False)], _NAMED)
-    return f"of {count} rows the largest shares of the loss are those of {named}"
-
-
 def _joined(high: float, middle: float, low: float) -> int:
     return (int(high) << 2 * _BITS) + (int(middle) << _BITS) + int(low)
 
@@ -356,6 +340,11 @@ def _plain(name: Any) -> Any:
 _FIRST = frozenset({PARAMETER, PARAMETER_DIFFERENCE})
 #: Facts that count all optimizers of a step.
 _ADDED = frozenset({"edited", "found_inf", "unseen_refusals"})
+#: Sets, and dicts of which the later one counts, of two parts of a step.
+_UNITED = (
+    *("thawed", "frozen", "used", "unshown", "absent", "refused", "noted", "extras"),
+    *("_replaced", "_shared", "_contributions", "_counts", "_reducers"),
+)
 #: A fact: the difference between the steps of ranks that have exchanged values.
 SKEW = "ranks/skew"
 
@@ -370,7 +359,6 @@ class StepBuffer:
         self.step, self._complaints = step, complaints
         self._columns: dict[str, frozenset[Column]] = {}  # that all rows of a source have
         self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
-        self._numbers = count(1)
         self._reducers: dict[Key, str] = {}
         self._stand_ins: set[Key] = set()  # values of a trainer that the script has not logged
         self.unshown: set[tuple[str, str]] = set()  # source and name of rows for the run directory only
@@ -378,12 +366,12 @@ class StepBuffer:
         self._begin()
 
     def _begin(self) -> None:
-        # what was put of each source: names (None for a removed row), rows, and a number that grows over all copies; the largest counts
-        self._rows: dict[str, list[tuple[tuple[str | None, ...], Tensor, int]]] = {}
+        self._rows: dict[str, Rows] = {}  # what was put of each source
+        self._last: dict[str, tuple[Sequence[str], Tensor]] = {}  # the last names and rows of them
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._pending: dict[Key, PendingValue] = {}
         self._contributions: dict[Key, tuple[str, Tensor]] = {}
-        self._vectors: list[tuple[list[Key | None], Tensor]] = []  # None for a value that was removed
+        self._finals: dict[Key, tuple[Tensor, int]] = {}  # where values are that nothing merges with
         self._counts: dict[Key, Tensor] = {}  # for values that may not exist: the number of contributing ranks, or a flag
         self._replaced: set[Key] = set()
         self._shared: set[Key] = set()  # values that are those of all ranks by now
@@ -405,25 +393,9 @@ class StepBuffer:
             self._note_stream(rows.device)
         if len(names) != len(rows):
             raise ValueError(f"{len(rows)} rows of {source} for {len(names)} names")
-        self._put(source, tuple(names), rows)
+        self._last[source] = names, rows
+        self._rows.setdefault(source, {}).update(zip(names, zip(repeat(rows), count()), strict=False))
         self._narrow(source, columns)
-
-    def _put(self, source: str, names: tuple[str | None, ...], rows: Tensor) -> None:
-        puts, put = self._rows.setdefault(source, []), (names, rows, next(self._numbers))
-        for place, (known, *_) in enumerate(puts):
-            if known == names:
-                puts[place] = put
-                return
-        puts.append(put)
-
-    def _places(self, source: str) -> dict[str, tuple[Tensor, int]]:
-        """The table and the row in it of each tensor of a source, in the order in which they came."""
-        puts = self._rows.get(source, [])
-        found: dict[Any, Any] = {name: None for names, *_ in puts for name in names}
-        for names, rows, _ in sorted(puts, key=itemgetter(2)):
-            found.update(zip(names, zip(repeat(rows), count()), strict=False))
-        found.pop(None, None)
-        return found
 
     def _narrow(self, source: str, columns: frozenset[Column]) -> None:
         known = self._columns.setdefault(source, columns)
@@ -433,20 +405,19 @@ class StepBuffer:
     def repeat_rows(self, source: str, names: Iterable[str], of: str, columns: frozenset[Column]) -> None:
         """Rows of ``source`` are those of the same names of the source ``of``, which must exist."""
         wanted = set(names)
-        for known, rows, _ in sorted(self._rows[of], key=itemgetter(2)):
-            if some := wanted.intersection(known):
-                self._put(source, known if len(some) == len(known) else tuple(n if n in some else None for n in known), rows)
+        self._rows.setdefault(source, {}).update({name: place for name, place in self._rows[of].items() if name in wanted})
         self._narrow(source, columns)
 
-    def version_of(self, source: str) -> int:
-        return max((number for *_, number in self._rows.get(source, ())), default=0)
+    def last_put(self, source: str) -> Tensor | None:
+        """The rows that were put last, which show whether others have come since."""
+        return self._last[source][1] if source in self._last else None
 
     def names_of(self, source: str) -> set[str]:
-        return set(self._places(source))
+        return set(self._rows.get(source, ()))
 
     def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
         """The stored rows of these names, which must exist: ``[names, 8]``, on the device."""
-        places = self._places(source)
+        places = self._rows[source]
         return torch.stack([rows[row] for rows, row in (places[name] for name in names)])
 
     def merge_rows(self, source: str, names: Sequence[str], rows: Tensor | Sequence[Tensor], columns: frozenset[Column]) -> None:
@@ -469,7 +440,7 @@ class StepBuffer:
 
     def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
         """The stored rows of these names, or the identity for missing ones: ``[names, 8]``."""
-        known = self._places(source)
+        known = self.names_of(source)
         places = [row for row, name in enumerate(names) if name in known]
         if not places:
             return identity(len(names))
@@ -480,7 +451,7 @@ class StepBuffer:
 
     def put_exchanged(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
         """Store rows merged over all ranks; those without elements on any rank are dropped on the host."""
-        if self._places(source).keys() <= set(names):
+        if self.names_of(source) <= set(names):
             self._rows.pop(source, None)  # in this order on each rank, whatever it has had itself: sums are then the same
         self.put_rows(source, names, rows, columns)
         for name in names:
@@ -570,9 +541,9 @@ class StepBuffer:
         """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
         if not values.is_cpu:
             self._note_stream(values.device)
-        names: list[Key | None] = list(keys)
-        self._vectors = [one for one in self._vectors if one[0] != names]  # an optimizer may step often in a step
-        self._vectors.append((names, values))
+        for key in keys:
+            self._finals.pop(key, None)  # the last ones come last
+        self._finals.update(zip(keys, zip(repeat(values), count()), strict=False))
 
     def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
         for part in parts:
@@ -594,23 +565,16 @@ class StepBuffer:
         gone = None if names is None else frozenset(names)
         if self._dropped is not None:
             self._dropped.update([(source, None)] if gone is None else ((source, name) for name in gone))
-        if gone is None:
+        if gone is not None and source in self._rows:
+            self._rows[source] = {name: place for name, place in self._rows[source].items() if name not in gone}
+        if gone is None or not self._rows.get(source):
             self._rows.pop(source, None)
-        elif source in self._rows:
-            left = [
-                (names if gone.isdisjoint(names) else tuple(None if name in gone else name for name in names), rows, number)
-                for names, rows, number in self._rows[source]
-            ]
-            self._rows[source] = [put for put in left if any(put[0])]
-            if not self._rows[source]:
-                del self._rows[source]
         if self._parts:
             self._parts = {w: p for w, p in self._parts.items() if w[0] != source or (gone is not None and w[1] not in gone)}
-        for keys, _ in self._vectors:
-            keys[:] = [None if key and key.source == source and (gone is None or key.name in gone) else key for key in keys]
-        if self._pending:
-            for key in [key for key in self._pending if key.source == source and (gone is None or key.name in gone)]:
-                del self._pending[key]
+        for key in [*self._pending, *self._finals]:
+            if key.source == source and (gone is None or key.name in gone):
+                self._pending.pop(key, None)
+                self._finals.pop(key, None)
 
     def absorb(self, other: StepBuffer) -> None:
         """Merge the values of :meth:`merge_rows` and :meth:`merge_value` in ``other``, unless the value here is that of all ranks."""
@@ -621,7 +585,7 @@ class StepBuffer:
         for key, pending in other._pending.items():
             if key not in self._shared and (key.source or self._takes(key, key in other._stand_ins)):
                 self._merge(key, pending.parts, pending.aggregation)
-        self._vectors += other._vectors
+        self._finals.update(other._finals)
         self._reducers.update(other._reducers)
         self.absent.update(other.absent)
         self.refused.update(other.refused)
@@ -631,18 +595,17 @@ class StepBuffer:
         other.join_streams()
         self.clear(source, wanted)
         self._take_rows(other, source, wanted)
-
-        def is_taken(key: Key | None) -> bool:
-            return key is not None and key.source == source and key.name in wanted
-
-        self._pending.update({key: pending for key, pending in other._pending.items() if is_taken(key)})
-        self._vectors += [([key if is_taken(key) else None for key in keys], values) for keys, values in other._vectors]
+        self._pending.update((key, value) for key, value in other._pending.items() if key.source == source and key.name in wanted)
+        self._finals.update((key, place) for key, place in other._finals.items() if key.source == source and key.name in wanted)
         self.absent.update({where: reason for where, reason in other.absent.items() if where[0] == source})
 
     def _take_rows(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
-        known = other._places(source)
-        if found := [name for name in names if name in known]:
-            self.put_rows(source, found, other.rows_of(source, found), other._columns[source])
+        known = other._rows.get(source, {})
+        if found := {name: known[name] for name in names if name in known}:
+            for rows in {id(rows): rows for rows, _ in found.values() if not rows.is_cpu}.values():
+                self._note_stream(rows.device)
+            self._rows.setdefault(source, {}).update(found)
+            self._narrow(source, other._columns[source])
 
     def scalars(self) -> StepBuffer:
         """A new buffer that continues with the logged values."""
@@ -655,8 +618,8 @@ class StepBuffer:
         """A new buffer with the stored rows of ``sources`` and the logged values. This one is unchanged."""
         self.join_streams()
         wanted, found = set(sources), self.scalars()
-        found._reducers, found._numbers = dict(self._reducers), self._numbers  # what is put there later is the newest
-        found._rows = {source: list(puts) for source, puts in self._rows.items() if source in wanted}
+        found._reducers = dict(self._reducers)
+        found._rows = {source: dict(places) for source, places in self._rows.items() if source in wanted}
         found._columns = {source: columns for source, columns in self._columns.items() if source in wanted}
         found.refused.update({source: reason for source, reason in self.refused.items() if source in wanted})
         return found
@@ -679,16 +642,12 @@ class StepBuffer:
         _rejoin_values(self, earlier)
         _rejoin_rows(self, earlier)
         added = {name: earlier.noted[name] + fact for name, fact in self.noted.items() if name in _ADDED & earlier.noted.keys()}
-        self.noted = {**earlier.noted, **self.noted, **added}
-        calls = [*earlier.rows, *self.rows]
         losses = [buffer.extras.pop(f"rows/{call}") for buffer in (earlier, self) for call in range(len(buffer.rows))]
-        self.extras = {**earlier.extras, **self.extras, **{f"rows/{call}": each for call, each in enumerate(losses)}}
-        self.rows, self.rng = calls, earlier.rng
-        self.thawed |= earlier.thawed
-        self.frozen |= earlier.frozen
-        self.used |= earlier.used
-        self.unshown |= earlier.unshown
-        self.absent, self.refused = {**earlier.absent, **self.absent}, {**earlier.refused, **self.refused}
+        for name in _UNITED:
+            setattr(self, name, getattr(earlier, name) | getattr(self, name))
+        self.noted |= added
+        self.extras |= {f"rows/{call}": each for call, each in enumerate(losses)}
+        self.rows, self.rng = [*earlier.rows, *self.rows], earlier.rng
 
     def _is_dropped(self, source: str, name: str) -> bool:
         return self._dropped is not None and not self._dropped.isdisjoint({(source, name), (source, None)})
@@ -749,9 +708,9 @@ class StepBuffer:
             self._note_stream(device)
 
     def _on_device(self) -> Iterator[Tensor]:
-        yield from (rows for puts in self._rows.values() for _, rows, _ in puts)
+        yield from _blocks_of(self._rows.values()).values()
         yield from chain(*self._parts.values(), *(pending.parts for pending in self._pending.values()))
-        yield from (values for _, values in self._vectors)
+        yield from _blocks_of([self._finals]).values()
         yield from self._counts.values()
         yield from (sums for _, sums in self._contributions.values())
         yield from (fact for fact in self.noted.values() if isinstance(fact, Tensor))
@@ -767,34 +726,36 @@ class StepBuffer:
         return self.start_readback().land()
 
 
+def _blocks_of(places: Iterable[dict[Any, tuple[Tensor, int]]]) -> dict[int, Tensor]:
+    """The tensors at these places by id, each once."""
+    blocks = [*map(_BLOCK, chain.from_iterable(map(dict.values, places)))]
+    return dict(zip(map(id, blocks), blocks, strict=True))
+
+
 def _rejoin_values(late: StepBuffer, earlier: StepBuffer) -> None:
-    found: dict[Key, PendingValue] = {}
-    for key, value in earlier._pending.items():
-        if key.source in _FIRST or not (key in late._replaced or late._is_dropped(key.source, key.name)):
-            found[key] = PendingValue(value.aggregation, list(value.parts))
+    found = {
+        key: PendingValue(value.aggregation, [*value.parts])
+        for key, value in earlier._pending.items()
+        if key.source in _FIRST or not (key in late._replaced or late._is_dropped(key.source, key.name))
+    }
     for key, value in late._pending.items():
         if key in found and key.source not in _FIRST:
             found[key].parts += value.parts
         else:
             found.setdefault(key, value)
-    known = {key for keys, _ in late._vectors for key in keys if key is not None and key.source not in _FIRST}
-    again = {key for keys, _ in earlier._vectors for key in keys if key is not None and key.source in _FIRST}
-    older = [
-        ([None if key is None or key in known or late._is_dropped(key.source, key.name) else key for key in keys], values)
-        for keys, values in earlier._vectors
-    ]
-    newer = [([None if key in again else key for key in keys], values) for keys, values in late._vectors]
-    late._pending, late._vectors = found, [*older, *newer]
-    late._replaced |= earlier._replaced
-    late._shared |= earlier._shared
-    late._contributions = {**earlier._contributions, **late._contributions}
-    late._counts, late._reducers = {**earlier._counts, **late._counts}, {**earlier._reducers, **late._reducers}
+    finals = {
+        key: place
+        for key, place in earlier._finals.items()
+        if not late._is_dropped(key.source, key.name) and (key.source in _FIRST or key not in late._finals)
+    }
+    finals.update((key, place) for key, place in late._finals.items() if key not in finals)
+    late._pending, late._finals = found, finals
 
 
 def _rejoin_rows(late: StepBuffer, earlier: StepBuffer) -> None:
     for source in earlier._rows:
-        kept = set() if source in _FIRST else late.names_of(source)
-        names = [name for name in earlier._places(source) if name not in kept and not late._is_dropped(source, name)]
+        kept = () if source in _FIRST else late.names_of(source)
+        names = [name for name in earlier._rows[source] if name not in kept and not late._is_dropped(source, name)]
         late._take_rows(earlier, source, names)
     parts = {where: list(rows) for where, rows in earlier._parts.items() if not late._is_dropped(*where)}
     for where, rows in late._parts.items():
@@ -810,34 +771,18 @@ class PendingReadback:
         self.buffer = buffer
         self.extras: dict[str, Tensor] = {}  # what plugins have sent along, once the copy has landed: float64
         # merged on the host, which is cheaper than one launch for each
-        parts: list[Tensor] = []
-        self._merged: list[tuple[tuple[str, str], int]] = []
-        for where, rows in buffer._parts.items():
-            if rows:
-                self._merged.append((where, len(rows)))
-                parts += rows
+        counts = zip(buffer._parts, map(len, buffer._parts.values()), strict=True)
+        self._merged = [*filter(itemgetter(1), counts)]
         reduced = self._reduced(buffer)
-        self._keys = list(reduced)
-        noted: dict[str, Tensor] = {}
-        for name, fact in buffer.noted.items():
+        self._keys = [*reduced]
+        self._blocks = _blocks_of([*buffer._rows.values(), buffer._finals])
+        parts = chain.from_iterable(buffer._parts.values())
+        facts = []
+        for fact in buffer.noted.values():
             if isinstance(fact, Tensor):
-                noted[name] = fact
-        self._noted = set(noted)
-        self._blocks: dict[int, Tensor] = {}
-        for puts in buffer._rows.values():
-            for _, block, _ in puts:
-                self._blocks[id(block)] = block
-        self.arrival = DeviceToHostCopy(
-            [
-                *self._blocks.values(),
-                *parts,
-                *reduced.values(),
-                *noted.values(),
-                *buffer._counts.values(),
-                *map(itemgetter(1), buffer._vectors),
-                *buffer.extras.values(),
-            ]
-        )
+                facts.append(fact)
+        scalars = chain(reduced.values(), facts, buffer._counts.values())
+        self.arrival = DeviceToHostCopy([*self._blocks.values(), *parts, *scalars, *buffer.extras.values()])
 
     @staticmethod
     def _reduced(buffer: StepBuffer) -> dict[Key, Tensor]:
@@ -857,55 +802,49 @@ class PendingReadback:
     def land(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
         """Tables by source, custom values and facts, on the host. Waits for the copy, once per device."""
         buffer, host = self.buffer, iter(self.arrival.land())
-        blocks = dict(zip(self._blocks, islice(host, len(self._blocks)), strict=True))
-        sums: dict[tuple[str, str], tuple[Tensor, int]] = {}
+        blocks = dict(zip(self._blocks, host, strict=False))
+        merged: dict[tuple[str, str], tuple[Tensor, int]] = {}
         if self._merged:
-            counts = [count for _, count in self._merged]
-            parts = list(islice(host, sum(counts)))
-            rows = torch.stack(parts)
-            owners = [number for number, count in enumerate(counts) for _ in range(count)]
-            table = rows if len(parts) == len(counts) else merge_by_group(rows, owners, len(counts))
-            sums = {where: (table, row) for row, (where, _) in enumerate(self._merged)}
-        tables = self._tables(blocks, sums)
+            owners = [number for number, (_, count) in enumerate(self._merged) for _ in range(count)]
+            rows = torch.stack([*islice(host, len(owners))])
+            rows = rows if len(owners) == len(self._merged) else merge_by_group(rows, owners, len(self._merged))
+            blocks[id(rows)] = rows
+            merged = {where: (rows, row) for row, (where, _) in enumerate(self._merged)}
+        tables = self._tables(blocks, merged)
         values = dict(zip(self._keys, map(float, host), strict=False))
         facts: dict[str, float] = {}
         for name, fact in buffer.noted.items():
-            facts[name] = float(next(host) if name in self._noted else fact)
+            facts[name] = float(next(host) if isinstance(fact, Tensor) else fact)
         if facts.pop(SKEW, 0.0):
             buffer.warn_of_skew()
             return {}, {}, facts
         for key, contributed in zip(buffer._counts, map(float, host), strict=False):
             if not contributed:
                 values.pop(key, None)
-        for keys, _ in buffer._vectors:
-            values.update((key, value) for key, value in zip(keys, next(host).tolist(), strict=True) if key is not None)
+        if buffer._finals:
+            finals = {number: vector.tolist() for number, vector in blocks.items() if vector.dim() == 1}
+            values.update({key: finals[id(vector)][place] for key, (vector, place) in buffer._finals.items()})
         self.extras = dict(zip(buffer.extras, host, strict=True))
         return tables, values, facts
 
     def _tables(
         self, blocks: Mapping[int, Tensor], merged: Mapping[tuple[str, str], tuple[Tensor, int]]
     ) -> dict[str, StatsTable]:
-        """The tables by source, from what was put, on the host by the id of the device's, and what was ``merged``."""
+        """The tables by source, from what was put and what was ``merged``; ``blocks``: rows on the host by the id of those in places."""
         buffer = self.buffer
-        edited = set(map(itemgetter(0), chain(buffer._exchanged, merged)))
-        tables: dict[str, StatsTable] = {}
-        places: dict[str, dict[str, tuple[Tensor, int]]] = {}
-        for source, puts in buffer._rows.items():
-            (names, rows, _), *more = puts
-            if source not in edited and not more and None not in names:
-                if names:
-                    tables[source] = StatsTable(names, blocks[id(rows)], buffer._columns[source])  # type: ignore[arg-type]
-            else:
-                places[source] = {name: (blocks[id(block)], row) for name, (block, row) in buffer._places(source).items()}
+        found = dict(zip(buffer._rows, map(dict.copy, buffer._rows.values()), strict=True))
         for source, name in buffer._exchanged:
-            place = places.get(source, {}).get(name)
-            if place is not None and not place[0][place[1], Column.COUNT] > 0:  # no rank had any
-                del places[source][name]
+            place = found.get(source, {}).get(name)
+            if place is not None and not blocks[id(place[0])][place[1], Column.COUNT] > 0:  # no rank had any
+                del found[source][name]
         for (source, name), place in merged.items():
-            places.setdefault(source, {})[name] = place
-        for source, found in places.items():
-            if found:
-                tables[source] = StatsTable(tuple(found), _rows_at([*found.values()]), buffer._columns[source])
+            found.setdefault(source, {})[name] = place
+        tables: dict[str, StatsTable] = {}
+        for source, places in found.items():
+            if places:
+                names, (known, _) = tuple(places), buffer._last.get(source, ((), None))
+                rows = _rows_at(places.values(), blocks)
+                tables[source] = StatsTable(known if known == names else names, rows, buffer._columns[source])
         if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
             tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
         return tables

@@ -11,27 +11,26 @@ import _thread
 import contextlib
 import json
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..core import keys as n
 from ..core.errors import WarningLog
 from ..core.formatting import listed
 from ..core.keys import PARAMETER_SOURCES, Key
-from ..core.moments import ALL_COLUMNS, SQUARES, Column, identity
+from ..core.moments import ALL_COLUMNS, Column, identity
 from ..core.torch_modes import HomeProcess, second_connection
 from ..statistics.request import accumulator_dtype
 from .buffer import SKEW, StepBuffer
-from .plan import SourcePlan
-from .planner import Planner
-from .ranks import Ranks, digest_of
-from .summary import Summary
+from .model_index import GradientSource, Place
+from .ranks import EMPTY_SLOT, METRICS, NAMES, Ranks, digest_of
 
 # --- Whether all ranks take part in an exchange. No rank has to answer, so none can block the others ---
 
@@ -127,6 +126,7 @@ class Agreement:
         self._step: int | None = None  # the last one in which this was asked
         self._is_asked = self._is_over = self._has_ended = False
         self._process = HomeProcess()
+        self.takes_part: bool | None = None  # whether ranks that have come exchange anything, once that was told
         self.is_met = False  # all ranks have come, and do so in each step from now on
         self.is_open = True  # ranks that were absent may still turn out to be late
         self.differing: Mapping[str, Sequence[int]] = {}  # by the part of the cards, the ranks whose part is not that of most
@@ -142,11 +142,8 @@ class Agreement:
         return not (self.is_met or self._is_over)
 
     def ask(self, card: Callable[[], Mapping[str, str]], step: int | None = None) -> bool:
-        """Whether all ranks take part; the same on all of them, and the same all through a step.
-
-        Args:
-            card: what ranks should have in common, by part: a digest of each.
-            step: the one in flight; without it nothing changes after the first time, when this waits for the others.
+        """Whether all ranks take part; the same on all of them, and all through a ``step``, that in flight. Without one nothing changes
+        after the first time, when this waits for the others. ``card``: digests of what ranks should have in common, by part.
         """
         if self.is_met or self._is_over or (self._is_asked and (step is None or step == self._step)):
             return self.is_met
@@ -305,19 +302,81 @@ def store_of(prefix: str, connected_anew: bool = False) -> Any:
     return PrefixStore(prefix, second_connection(store) if connected_anew else store)
 
 
+# --- Where gradients are under FSDP1, which only several ranks have ---
+
+
+def _flat_of(handle: weakref.ref[Any]) -> nn.Parameter | None:
+    return getattr(handle(), "flat_param", None)
+
+
+class Fsdp1Source(GradientSource):
+    """Gradients are in ``.grad``, of the part that this rank has; with ``use_orig_params=False`` parameters are the flat ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel  # loaded already, since there is one
+
+        self._handles: list[weakref.ref[Any]] = []
+        self._known: set[int] = set()  # flat parameters, and original ones
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        self._lengths: dict[int, int] = {}  # of flat parameters, without the padding behind the last one
+        self._parts: set[int] = set()
+        self._copies: set[int] = set()  # parts that a rank of an earlier group has too
+        for unit in model.modules():
+            handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+            if handle is None:
+                continue
+            flat: Any = handle.flat_param
+            self._handles.append(weakref.ref(handle))
+            self._known.add(id(flat))
+            originals = flat._params or []
+            self._shapes.update((id(p), tuple(shape)) for p, shape in zip(originals, flat._shapes, strict=bool(originals)))
+            there = [info for info in flat._shard_param_infos if info.in_shard] if handle.uses_sharded_strategy else []
+            if handle.uses_sharded_strategy:
+                self._lengths[id(flat)] = max((info.offset_in_shard + info.numel_in_shard for info in there), default=0)
+                self._parts.update(map(id, originals or [flat]))
+                replicas = getattr(unit, "_inter_node_pg", None)
+                if replicas is not None and torch.distributed.get_rank(replicas):
+                    self._copies.update(map(id, originals or [flat]))
+        self._known.update(self._shapes)
+        for name, parameter in model.named_parameters():
+            if getattr(parameter, "_fsdp_flattened", False) and id(parameter) not in self._known:
+                raise ValueError(
+                    f"{name} is a part of a flat parameter of FSDP1 above this module: watch the outermost FullyShardedDataParallel"
+                )
+
+    def hook_places(self, places: Sequence[Place]) -> Sequence[Place]:
+        """The flat parameters, which original ones are views of, and all others."""
+        flat: list[Place] = [partial(_flat_of, handle) for handle in self._handles]
+        return [*flat, *(place for place in places if id(place()) not in self._known)]
+
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        return self._shapes.get(id(parameter), tuple(parameter.shape))
+
+    def is_part(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._parts
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        return self._own(parameter, parameter)
+
+    def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
+        return None if parameter.grad is None else self._own(parameter, parameter.grad)
+
+    used = accumulated
+
+    def _own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        if id(parameter) in self._copies:
+            return tensor.detach().new_empty(0)
+        return tensor.detach().view(-1)[: self._lengths[id(parameter)]] if id(parameter) in self._lengths else tensor
+
+
 # --- The exchange between ranks at the end of a step ---
 
 #: An item that all ranks exchange: a tensor by source and name, or a value by source, name, metric and reducer.
 Entry = tuple[str, ...]
 #: Columns of the exchange's own row that hold the broadcast slot.
 _SLOT = [Column.COUNT, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE]
-#: The empty broadcast slot.
-EMPTY_SLOT: tuple[float, ...] = (0.0,) * len(_SLOT)
 #: By source, the names of tensors whose rows are exchanged, and the columns.
 Tensors = Mapping[str, tuple[Sequence[str], frozenset[Column]]]
-
-#: Parts of what ranks have in common: the names of tensors, the metrics, and what else has to be equal for any exchange.
-NAMES, METRICS, CADENCE = "names of parameters", "metrics", "every="
 
 _ALONE = {
     "tensors": (
@@ -342,12 +401,8 @@ class RankExchange:
         self.ranks = ranks
         self._complaints = complaints
         self._agreements: dict[str, Agreement] = {}
-        self._has_told: dict[str, bool] = {}  # whether all take part, once it is known
         self._common: list[str] | None = None  # names that all ranks have, where some have others
         self._entries: list[Entry] = []
-        self.takes_place = False  # there was any exchange
-        self.shares_values = False  # ranks have exchanged values of their batches
-        self._broadcast_slot = self._received_slot = EMPTY_SLOT
 
     def run(
         self,
@@ -356,29 +411,25 @@ class RankExchange:
         shares_values: bool,
         watches: Callable[[Key], bool],
         may_extend: bool = True,
-        asked: str = "",
+        what: str = "tensors",
         parts: Callable[[], Mapping[str, Any]] = dict,
-    ) -> None:
-        """Merge the values in ``buffer`` with those of the other ranks. A no-op without other ranks or anything to merge.
+        slot: Sequence[float] = EMPTY_SLOT,
+    ) -> tuple[float, ...] | None:
+        """Merge rows of ``tensors`` with those of the other ranks; if ``shares_values`` also those of modules, and values that were logged
+        to be shared or that a detector ``watches``, whose list may grow if it ``may_extend``, which synchronises with the device.
 
-        Args:
-            tensors: rows that all ranks expect.
-            shares_values: whether to merge activations, and values that were logged to be shared.
-            watches: whether a logged value is shared in any case, as its mean, because a detector uses it.
-            may_extend: whether the list of shared values may grow in this step, which synchronises with the device.
-            asked: what all ranks are asked to take part in; by default tensors or values.
-            parts: what ranks must have in common for that.
+        Returns what all ranks have sent, :data:`EMPTY_SLOT` where none can; None if no exchange took place. The numbers of a ``slot`` are
+        added up, so at most one rank may send any. ``parts``: what ranks must have in common for ``what`` they are asked to take part in.
         """
-        if not (tensors or shares_values) or self.ranks.count == 1:
-            return
-        what = asked or ("tensors" if tensors else "values")
+        if not (tensors or shares_values):
+            return None
         if not self.all_take_part(what, parts, buffer.step):
             why = self.why_not(what)
             for source in tensors:
                 buffer.refuse_all(source, why)
             if shares_values and not self._agreement(what).is_alone:  # else it is said that values are of this rank's batches
                 buffer.withhold_values(watches, why)
-            return
+            return None
         tensors = self._common_of(buffer, tensors)
         buffer.join_streams()
         columns = ALL_COLUMNS if shares_values else frozenset[Column]().union(*(of for _, of in tensors.values()))
@@ -386,8 +437,8 @@ class RankExchange:
         has_new = identity(int(shares_values))
         has_new[:, Column.SUM] = float(not mine.keys() <= set(self._entries))
         has_new[:, [Column.MIN, Column.MAX]] = float(buffer.step)
-        if may_extend and self._broadcast_slot is not EMPTY_SLOT:
-            has_new[:, _SLOT] = torch.tensor(self._broadcast_slot, dtype=torch.float64, device="cpu")
+        if may_extend and slot is not EMPTY_SLOT:
+            has_new[:, _SLOT] = torch.tensor(slot, dtype=torch.float64, device="cpu")
         known = [buffer.rows_or_none(source, names) for source, (names, _) in tensors.items()]
         merged = self._merged([has_new, *known, *_rows(mine, self._entries)], columns)
         start = len(has_new)
@@ -395,28 +446,14 @@ class RankExchange:
             buffer.put_exchanged(source, names, merged[start : start + len(names)], of)
             start += len(names)
         _take(buffer, self._entries, merged[start:])
-        self.shares_values |= shares_values
-        self.takes_place = True
         if shares_values:
             buffer.noted[SKEW] = merged[0, Column.MAX] - merged[0, Column.MIN]
-        if shares_values and may_extend:
-            received = merged[0].tolist()
-            self._received_slot = tuple(received[column] for column in _SLOT)
-            self._broadcast_slot = EMPTY_SLOT
-            if received[Column.SUM] > 0:
-                self._extend(buffer, mine)
-
-    def broadcast(self, slot: tuple[float, ...]) -> None:
-        """Send five numbers with the next exchange of a monitored step. They are added up, so at most one rank may send any."""
-        self._broadcast_slot = slot
-
-    @property
-    def has_received(self) -> bool:
-        return self._received_slot is not EMPTY_SLOT
-
-    def take_received(self) -> tuple[float, ...]:
-        received, self._received_slot = self._received_slot, EMPTY_SLOT
-        return received
+        if not (shares_values and may_extend):
+            return EMPTY_SLOT
+        received = merged[0].tolist()
+        if received[Column.SUM] > 0:
+            self._extend(buffer, mine)
+        return tuple(received[column] for column in _SLOT)
 
     def _extend(self, buffer: StepBuffer, mine: Mapping[Entry, Tensor]) -> None:
         known = set(self._entries)
@@ -434,11 +471,9 @@ class RankExchange:
         """Whether every rank exchanges ``"tensors"``, ``"values"`` or ``"decisions"``; also where some have other names or metrics, what
         all have in common. Asked the first time, a rank without peers waits; ``step``: the one in flight, in which late ranks may join.
         """
-        if self.ranks.count == 1:
-            return True
         agreement = self._agreement(what)
         if agreement.is_met:
-            return self._has_told[what]
+            return bool(agreement.takes_part)
         is_met = agreement.ask(lambda: {part: digest_of(value) for part, value in parts().items()}, step)
         if what == "tensors":
             self.ranks.is_alone = not self.are_equal(what)
@@ -448,8 +483,8 @@ class RankExchange:
         if takes_part and NAMES in agreement.differing:
             everybody = [{tuple(each) for each in found} for found in self.ranks.gathered(parts().get(NAMES, []))]
             self._common = sorted(each[0] for each in set.intersection(*everybody))
-        if is_met or what not in self._has_told:
-            self._has_told[what] = takes_part
+        if is_met or agreement.takes_part is None:
+            agreement.takes_part = takes_part
             if not takes_part or agreement.differing:
                 words = (
                     "tensors are reported as far as all ranks have them and measure them alike" if takes_part else _ALONE[what]
@@ -461,14 +496,13 @@ class RankExchange:
         """The run ends on this rank. Where ranks were absent, all are asked anew the next time."""
         for what in [what for what, agreement in self._agreements.items() if not agreement.is_met]:
             self._agreements.pop(what).end()
-            self._has_told.pop(what, None)
 
     def are_equal(self, what: str) -> bool:
         """Whether it is known that every rank takes part, and has all of it in common."""
-        return self.ranks.count == 1 or (self._agreement(what).is_met and not self._agreement(what).differing)
+        return self._agreement(what).is_met and not self._agreement(what).differing
 
     def is_refused(self, what: str) -> bool:
-        return what in self._agreements and not (self._agreements[what].is_met and self._has_told[what])
+        return what in self._agreements and not (self._agreements[what].is_met and self._agreements[what].takes_part)
 
     def why_not(self, what: str) -> str:
         agreement = self._agreement(what)
@@ -532,72 +566,3 @@ def _take(buffer: StepBuffer, entries: Sequence[Entry], rows: Tensor) -> None:
             buffer.put_shared(Key(*key), reducer, rows[place])
     for source, places in tensors.items():
         buffer.put_exchanged(source, [entries[place][1] for place in places], rows[places], ALL_COLUMNS)
-
-
-# --- Which values of a step ranks exchange, and what all ranks must have in common for that ---
-
-
-class ExchangePolicy:
-    """Merges the values of a step over ranks. The plan determines which, not what this rank has seen."""
-
-    def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: Any, every: int | None = 1) -> None:
-        self.exchange, self._every = exchange, every
-        self.reduces = self._is_leaving = False  # a value was logged to be merged over ranks; the run ends here
-        self._planner, self._summary, self._detectors = planner, summary, detectors  # the last is the DetectorSet of a room above
-
-    @contextlib.contextmanager
-    def without_others(self) -> Iterator[None]:
-        """The run ends on this rank, perhaps within a step, so other ranks may not come to the exchange."""
-        self._is_leaving = True
-        try:
-            yield
-        finally:
-            self._is_leaving = False
-
-    def ranks_take_part(self, step: int | None = None) -> bool:
-        """Whether every rank exchanges rows of tensors, of the same model and metrics. Waits for the others the first time."""
-        return self.exchange.all_take_part("tensors", self.parts, step) and self.exchange.are_equal("tensors")
-
-    def parts(self) -> dict[str, object]:
-        """What all ranks must have in common to exchange values, and rows of tensors, as JSON."""
-        return {CADENCE: self._every, **self.parts_of_tensors()}
-
-    def parts_of_tensors(self) -> dict[str, object]:
-        """What all ranks must have in common to exchange rows of tensors in one step, as JSON."""
-        inventory = self._planner.inventory
-        if inventory is None or not inventory.spread:  # perhaps no model is watched, but gradients are clipped
-            return {}
-        metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self._planner.registry.own]
-        of_model = inventory.spread, inventory.excluded, inventory.trainable.names
-        names = [(name, *(name in some for some in of_model)) for name in inventory.names]
-        return {METRICS: [metrics, sorted(self._summary.choice.shown)], NAMES: names}
-
-    @property
-    def _is_sharded(self) -> bool:
-        inventory = self._planner.inventory
-        return inventory is not None and bool(inventory.spread)
-
-    @property
-    def _has_values(self) -> bool:
-        """Whether values are exchanged. The plan decides, since a rank cannot know whether the others have any."""
-        return self._is_sharded or self.reduces or self._planner.measures_batches or self._detectors.watches_values
-
-    @property
-    def exchanges_values(self) -> bool:
-        what = "tensors" if self._is_sharded else "values"
-        return self.exchange.ranks.count > 1 and self._has_values and not self.exchange.is_refused(what)
-
-    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
-        """Exchange the values of a step that ends; ``may_extend``: the list of shared values may grow, and the first rank broadcast."""
-        if self.exchange.ranks.count == 1:
-            return
-        wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
-        if self._is_leaving:
-            for source in wanted:
-                buffer.refuse_all(source, "the run ended in the middle of the step")
-            return
-        if n.UPDATE in wanted:
-            wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
-        asked = "tensors" if self._is_sharded else ""
-        self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend, asked, self.parts)
-        self._detectors.accepts_late_values = not self.exchange.shares_values

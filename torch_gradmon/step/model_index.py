@@ -91,15 +91,11 @@ class ParameterRefs:
         fsdp = sys.modules.get("torch.distributed.fsdp")
         for module in root.modules() if hasattr(fsdp, "FSDPModule") else ():
             if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]
-                for group in fsdp_param_groups(module._get_fsdp_state()):
-                    for held in group.fsdp_params:
-                        self._put(held)
-
-    def _put(self, held: Any) -> None:
-        info, place = held._module_info, FsdpParameterRef(held)
-        self._kept.append((place, _identity(held.sharded_param)))
-        owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
-        self.places.update(((id(module), name), place) for module, name in owners)
+                for held in chain.from_iterable(group.fsdp_params for group in fsdp_param_groups(module._get_fsdp_state())):
+                    info, place = held._module_info, FsdpParameterRef(held)
+                    self._kept.append((place, _identity(held.sharded_param)))
+                    owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
+                    self.places.update(((id(owner), name), place) for owner, name in owners)
 
     def is_current(self) -> bool:
         """False once one of them was replaced, frozen or thawed."""
@@ -121,37 +117,6 @@ class ParameterRefs:
 
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
 _KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
-
-
-class ModelShape:
-    def __init__(self, modules: Sequence[nn.Module], refs: ParameterRefs) -> None:
-        self._refs, self._modules = refs, [weakref.ref(module) for module in modules]
-        self._known = _identities(modules)
-        # what may be in the place of each parameter during a pass: under fully_shard (True) any other one, for a sharded one that a
-        # parent module keeps elsewhere a plain one of this shape
-        self._in_pass = [
-            (id(module), name) in refs.places or (parameter.shape if parameter is not None and is_sharded(parameter) else None)
-            for module in modules
-            for name, parameter in module._parameters.items()
-        ]
-
-    def is_current(self) -> bool:
-        """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
-        if self._refs.places and not self._refs.is_current():
-            return False
-        modules = []
-        for reference in self._modules:
-            if (module := reference()) is not None:
-                modules.append(module)
-        now = _identities(modules)
-        if self._known == now:
-            return True  # as nearly always, and without a call for each module or parameter
-        if self._known[:2] != now[:2]:
-            return False
-        parameters = chain.from_iterable(module._parameters.values() for module in modules)
-        return all(
-            map(_is_same, zip(self._known[2], self._known[3], strict=True), zip(*now[2:], strict=True), parameters, self._in_pass)
-        )
 
 
 def _is_same(known: object, now: object, parameter: Tensor | None, in_pass: object) -> bool:
@@ -228,11 +193,7 @@ class WholeModel:
 
     @classmethod
     def gathered(
-        cls,
-        ranks: Ranks,
-        own: Sequence[PartFacts],
-        modules: Sequence[tuple[int, str, str]],
-        cards: Sequence[dict[str, Any]],
+        cls, ranks: Ranks, own: Sequence[PartFacts], modules: Sequence[tuple[int, str, str]], cards: Sequence[dict[str, Any]]
     ) -> WholeModel:
         """From what each rank has. Collective."""
         found = ranks.gathered([own, modules, cards])
@@ -379,75 +340,6 @@ def checked(source: object) -> GradientSource | None:
     return source
 
 
-class _FlatPlace:
-    def __init__(self, handle: weakref.ref[Any]) -> None:
-        self._handle = handle
-
-    def __call__(self) -> nn.Parameter | None:
-        handle = self._handle()
-        return None if handle is None else handle.flat_param
-
-
-class Fsdp1Source(GradientSource):
-    """Gradients are in ``.grad``, of the part that this rank has; with ``use_orig_params=False`` parameters are the flat ones."""
-
-    def __init__(self, model: nn.Module) -> None:
-        from torch.distributed.fsdp import FullyShardedDataParallel  # loaded already, since there is one
-
-        self._handles: list[weakref.ref[Any]] = []
-        self._known: set[int] = set()  # flat parameters, and original ones
-        self._shapes: dict[int, tuple[int, ...]] = {}
-        self._lengths: dict[int, int] = {}  # of flat parameters, without the padding behind the last one
-        self._parts: set[int] = set()
-        self._copies: set[int] = set()  # parts that a rank of an earlier group has too
-        for unit in model.modules():
-            handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
-            if handle is None:
-                continue
-            flat: Any = handle.flat_param
-            self._handles.append(weakref.ref(handle))
-            self._known.add(id(flat))
-            originals = flat._params or []
-            self._shapes.update((id(p), tuple(shape)) for p, shape in zip(originals, flat._shapes, strict=bool(originals)))
-            there = [info for info in flat._shard_param_infos if info.in_shard] if handle.uses_sharded_strategy else []
-            if handle.uses_sharded_strategy:
-                self._lengths[id(flat)] = max((info.offset_in_shard + info.numel_in_shard for info in there), default=0)
-                self._parts.update(map(id, originals or [flat]))
-                replicas = getattr(unit, "_inter_node_pg", None)
-                if replicas is not None and torch.distributed.get_rank(replicas):
-                    self._copies.update(map(id, originals or [flat]))
-        self._known.update(self._shapes)
-        for name, parameter in model.named_parameters():
-            if getattr(parameter, "_fsdp_flattened", False) and id(parameter) not in self._known:
-                raise ValueError(
-                    f"{name} is a part of a flat parameter of FSDP1 above this module: watch the outermost FullyShardedDataParallel"
-                )
-
-    def hook_places(self, places: Sequence[Place]) -> Sequence[Place]:
-        """The flat parameters, which original ones are views of, and all others."""
-        flat: list[Place] = [_FlatPlace(handle) for handle in self._handles]
-        return [*flat, *(place for place in places if id(place()) not in self._known)]
-
-    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        return self._shapes.get(id(parameter), tuple(parameter.shape))
-
-    def is_part(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._parts
-
-    def value(self, parameter: nn.Parameter) -> Tensor:
-        return self._own(parameter, parameter)
-
-    def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
-        return None if parameter.grad is None else self._own(parameter, parameter.grad)
-
-    used = accumulated
-
-    def _own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        if id(parameter) in self._copies:
-            return tensor.detach().new_empty(0)
-        return tensor.detach().view(-1)[: self._lengths[id(parameter)]] if id(parameter) in self._lengths else tensor
-
-
 # --- The index ---
 
 
@@ -473,45 +365,49 @@ class TrainableNames:
         return name not in self.names or name in self.doubtful
 
 
+class _Naming(NamedTuple):
+    """How names of a module become those of keys."""
+
+    module: nn.Module
+    whole: WholeModel | None
+    format_name: Callable[[str], str] | None
+    excluded: re.Pattern[str] | None
+
+    def in_whole(self, name: str) -> str:
+        return name if self.whole is None else self.whole.name_of(self.module, name)
+
+    def of_user(self, name: str) -> str:
+        return name if self.format_name is None else self.format_name(name)
+
+    def shown(self, name: str) -> str:
+        return self.of_user(self.in_whole(name))
+
+    def is_excluded(self, name: str) -> bool:
+        """Of a name in the whole model."""
+        return self.excluded is not None and self.excluded.search(name) is not None
+
+
 class ModelIndex:
     """Names and weak references of one moment; :meth:`is_current` checks cheaply whether they are still valid.
 
-    A tied parameter appears once, under its first name; ``aliases`` has the others.
-
-    Args:
-        module: the watched model.
-        excluded: metrics skip modules and parameters whose canonical name matches this pattern. Whole-model values use all parameters.
-        format_name: the user's change of each canonical name.
-        distinct: a matching parameter differs between ranks, and its elements on all ranks are counted.
-        source: where gradients are.
-        whole: the model that ``module`` is a part of, where other ranks have the others.
-
-    Raises:
-        ValueError: ``format_name`` gives one name to two parameters.
+    A tied parameter appears once, under its first name; ``aliases`` has the others. ValueError if ``format_name`` gives one name to two.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        excluded: re.Pattern[str] | None = None,
-        format_name: Callable[[str], str] | None = None,
-        distinct: re.Pattern[str] | None = None,
+        excluded: re.Pattern[str] | None = None,  # of metrics, by canonical names; whole-model values use all parameters
+        format_name: Callable[[str], str] | None = None,  # the user's change of each canonical name
+        distinct: re.Pattern[str] | None = None,  # of what differs between ranks, whose elements on all ranks are counted
         source: GradientSource = PLAIN_GRADIENTS,
-        whole: WholeModel | None = None,
+        whole: WholeModel | None = None,  # the model that ``module`` is a part of, where other ranks have the others
     ) -> None:
         self.source = source
         self.foreign: set[str] = set()  # parameters that only other ranks have
         refs = ParameterRefs(module)
         raw = {name: (parameter, place) for name, parameter, place in refs.parameters(module)}
         short = canonical_names(raw)
-        of_user = format_name or (lambda name: name)
-
-        def in_whole(name: str) -> str:
-            return name if whole is None else whole.name_of(module, name)
-
-        def is_excluded(name: str) -> bool:
-            return excluded is not None and excluded.search(name) is not None
-
+        naming = _Naming(module, whole, format_name, excluded)
         self.names: list[str] = []
         self.parameters: dict[str, dict[str, Any]] = {}  # shape and dtype by name, for the run directory
         self.references: list[Place] = []
@@ -523,7 +419,7 @@ class ModelIndex:
         self.aliases: dict[str, list[str]] = {}
         name_of: dict[int, str] = {}
         for raw_name, (parameter, place) in raw.items():
-            name = name_of[id(parameter)] = of_user(in_whole(short[raw_name]))
+            name = name_of[id(parameter)] = naming.shown(short[raw_name])
             self.names.append(name)
             shape = source.shape(parameter)
             self.parameters[name] = {"shape": list(shape), "dtype": str(parameter.dtype)}
@@ -537,7 +433,7 @@ class ModelIndex:
             is_part = source is not PLAIN_GRADIENTS and source.is_part(parameter)
             if is_part or is_sharded(parameter) or (distinct is not None and distinct.search(name)):
                 self.spread.add(name)
-            if is_excluded(in_whole(short[raw_name])):
+            if naming.is_excluded(naming.in_whole(short[raw_name])):
                 self.excluded.add(name)
         self.homes: list[int] = []  # with other parts elsewhere: the first rank that has each parameter
         # then also the parameters of each of the optimizers' groups, and the settings of all of them
@@ -545,41 +441,43 @@ class ModelIndex:
         self.cards: list[dict[str, Any]] | None = None
         self.trainable = TrainableNames(name_of[id(parameter)] for parameter, _ in raw.values() if parameter.requires_grad)
         if whole is not None:
-            self._widen(whole, of_user, is_excluded)
+            self._widen(whole, naming)
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise ValueError(f"format_module_name_fn gives the name {twice!r} to more than one parameter; names must differ")
         for raw_name, parameter, _ in refs.parameters(module, remove_duplicate=False):
             # torch leaves out modules that compare equal to others
-            known, alias = name_of.get(id(parameter)), in_whole(canonical_name(raw_name))
+            known, alias = name_of.get(id(parameter)), naming.in_whole(canonical_name(raw_name))
             if raw_name not in raw and known not in (None, alias):
                 self.aliases.setdefault(known, []).append(alias)
-        modules = dict(module.named_modules())
-        self._shape = ModelShape([*modules.values()], refs)
-        self._take_modules(modules, whole, of_user, in_whole, is_excluded)
+        self._take_modules(dict(module.named_modules()), refs, naming)
 
-    def _take_modules(
-        self,
-        modules: Mapping[str, nn.Module],
-        whole: WholeModel | None,
-        of_user: Callable[[str], str],
-        in_whole: Callable[[str], str],
-        is_excluded: Callable[[str], bool],
-    ) -> None:
+    def _take_modules(self, modules: Mapping[str, nn.Module], refs: ParameterRefs, naming: _Naming) -> None:
+        self._refs, self._watched = refs, [weakref.ref(module) for module in modules.values()]
+        self._known = _identities([*modules.values()])
+        # what may be in the place of each parameter during a pass: under fully_shard (True) any other one, for a sharded one that a
+        # parent module keeps elsewhere a plain one of this shape
+        self._in_pass = [
+            (id(module), name) in refs.places or (parameter.shape if parameter is not None and is_sharded(parameter) else None)
+            for module in modules.values()
+            for name, parameter in module._parameters.items()
+        ]
         self.modules: dict[str, Callable[[], nn.Module | None]] = {}
         # a wrapper such as DDP or a compiled module represents the only module that it holds
         owners = {name: wrapped_in(modules[name.rpartition(".")[0]]) for name in modules}
         short = canonical_names(name for name, module in modules.items() if not name or owners[name] is not module)
         for raw_name, name in short.items():
-            if name == ROOT or not is_excluded(in_whole(name)):
-                self.modules[of_user(in_whole(name))] = weakref.ref(modules[raw_name])
-        own = {of_user(in_whole(name)): kind_of(modules[raw]) for raw, name in short.items()}
-        others = {} if whole is None else {of_user(name): (kind, is_excluded(name)) for name, kind in whole.kinds.items()}
-        self.kinds: dict[str, str] = {**{name: kind for name, (kind, _) in others.items()}, **own}
-        self.modules.update((name, _nowhere) for name, (_, is_out) in others.items() if not (is_out or name in own))
+            if name == ROOT or not naming.is_excluded(naming.in_whole(name)):
+                self.modules[naming.shown(name)] = weakref.ref(modules[raw_name])
+        own = {naming.shown(name): kind_of(modules[raw]) for raw, name in short.items()}
+        elsewhere = {} if naming.whole is None else naming.whole.kinds
+        self.kinds: dict[str, str] = {**{naming.of_user(name): kind for name, kind in elsewhere.items()}, **own}
+        for name in elsewhere:
+            if not naming.is_excluded(name) and naming.of_user(name) not in own:
+                self.modules[naming.of_user(name)] = _nowhere
 
-    def _widen(self, whole: WholeModel, of_user: Callable[[str], str], is_excluded: Callable[[str], bool]) -> None:
-        places, known = dict(zip(self.names, self.references, strict=True)), self.parameters
+    def _widen(self, whole: WholeModel, naming: _Naming) -> None:
+        places, known, of_user = dict(zip(self.names, self.references, strict=True)), self.parameters, naming.of_user
         facts = {of_user(name): fact for name, fact in whole.facts.items()}
         homes = {of_user(name): rank for name, rank in whole.homes.items()}
         self.names = list(facts)  # without one that has come since on this rank: all ranks exchange the same rows
@@ -596,7 +494,7 @@ class ModelIndex:
         }
         self.foreign = set(self.names) - places.keys()
         self.spread = set(self.names)
-        self.excluded = {of_user(name) for name in whole.facts if is_excluded(name)}
+        self.excluded = {of_user(name) for name in whole.facts if naming.is_excluded(name)}
         self.groups = [frozenset(map(of_user, names)) for names in whole.groups()]
         self.cards = [{**card, "parameters": list(map(of_user, card["parameters"]))} for card in whole.cards]
         # as it was when ranks met: what one of them freezes or thaws later is not known to the others
@@ -607,7 +505,22 @@ class ModelIndex:
         return {"parameters": self.parameters, "aliases": self.aliases, "matrices": self.matrices, "kinds": self.kinds}
 
     def is_current(self) -> bool:
-        return self._shape.is_current()
+        """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
+        if self._refs.places and not self._refs.is_current():
+            return False
+        modules = []
+        for reference in self._watched:
+            if (module := reference()) is not None:
+                modules.append(module)
+        now = _identities(modules)
+        if self._known == now:
+            return True  # as nearly always, and without a call for each module or parameter
+        if self._known[:2] != now[:2]:
+            return False
+        parameters = chain.from_iterable(module._parameters.values() for module in modules)
+        return all(
+            map(_is_same, zip(self._known[2], self._known[3], strict=True), zip(*now[2:], strict=True), parameters, self._in_pass)
+        )
 
     def positions(self, parameters: Iterable[Tensor]) -> list[int]:
         """Positions in :attr:`names` of the model's parameters that these ``parameters`` of optimizers stand for, ascending."""

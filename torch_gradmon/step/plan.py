@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from ..core.errors import display, nearest
 from ..core.keys import Key, compile_pattern
 from ..core.moments import NEEDS, VIEWS, Column, StatView, have
 from ..core.records import REDUCERS, Block, ForModule, Metric, StatsTable
+
+if TYPE_CHECKING:
+    from .model_index import ModelIndex
 
 #: Built-in metrics by name.
 HISTOGRAM_NAME, KURTOSIS = "log2_histogram", "kurtosis"
@@ -40,7 +43,6 @@ class BuiltIn:
     module: str = ""  # of the statistics, imported where the metric is asked for: most programs need none
 
     def loaded(self) -> tuple[Callable[..., Any] | ForModule | None, Callable[..., Any] | None]:
-        """The two functions."""
         home = import_module(f"..statistics.{self.module}", __package__) if self.module else None
         function = getattr(home, self.function) if isinstance(self.function, str) else self.function
         return function, None if self.aggregation is None else getattr(home, self.aggregation)
@@ -201,11 +203,7 @@ class Registry:
         self._compose()
 
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
-        """Measure ``metrics``, all hidden, in addition to those of the script; None ends it.
-
-        Metrics that exist by source and name stay, and so do those that the script adds meanwhile. With ``replaces_hidden`` they replace
-        all hidden metrics of the script.
-        """
+        """Measure ``metrics``, all hidden, beside those of the script of other names, or in the place of its hidden ones; None ends it."""
         self._overlays.pop(name, None)
         if metrics is not None:
             first = {(metric.source, metric.name): metric for metric in reversed(metrics)}
@@ -370,6 +368,9 @@ def values_in(metric: str, table: StatsTable, rows: list[int]) -> list[float | N
 # --- The plan compiled from a registry: which metric applies to which tensor of one source ---
 
 
+_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
+
+
 @dataclass(frozen=True)
 class SourcePlan:
     source: str
@@ -427,27 +428,21 @@ class SourcePlan:
         return groups
 
 
-def compile_plan(
-    source: str,
-    metrics: Iterable[Metric],
-    names: Sequence[str],
-    *,
-    excluded: Set[str] = frozenset(),
-    always: frozenset[Column] = frozenset(),
-    always_on: Set[str] = frozenset(),
-    spread: Set[str] = frozenset(),
-    kernels: Set[str] = frozenset(),
-) -> SourcePlan:
-    """The plan of one source: ``metrics`` on ``names`` without ``excluded``, and the columns ``always`` on ``always_on``.
+def compile_plan(source: str, metrics: Iterable[Metric], inventory: ModelIndex, always: frozenset[Column]) -> SourcePlan:
+    """The plan of one source: ``metrics`` on all names that match, and the columns ``always`` on all that whole-model values need."""
+    names, columns = inventory.names, set(always)
+    # the optimizer moves a frozen parameter that still has a gradient, and its gradient is clipped
+    of_model = inventory.parameters.keys() if source in _GRADIENTS else inventory.trainable.names
 
-    The selections are sets: each name is looked for in all of them.
-    """
-    columns = set(always)
-    measured = {position for position, name in enumerate(names) if always and name in always_on}
+    def places(chosen: Set[str]) -> frozenset[int]:
+        return frozenset(position for position, name in enumerate(names) if name in chosen)
+
+    always_on = places(of_model)
+    measured = set(always_on if always else ())
     views: list[tuple[Metric, tuple[Key, ...]]] = []
     functions: dict[int, list[Metric]] = {}
     for metric in metrics:
-        positions = tuple(p for p, name in enumerate(names) if name not in excluded and metric.matches(name))
+        positions = tuple(p for p, name in enumerate(names) if name not in inventory.excluded and metric.matches(name))
         if metric.function is not None:
             for position in positions:
                 functions.setdefault(position, []).append(metric)
@@ -462,7 +457,7 @@ def compile_plan(
         tuple(sorted(measured)),
         tuple(views),
         {position: tuple(found) for position, found in functions.items()},
-        frozenset(position for position, name in enumerate(names) if name in spread),
-        Column.SQUARE_SUM in columns and all(p in measured for p, name in enumerate(names) if name in always_on),
-        frozenset(position for position, name in enumerate(names) if name in kernels),
+        frozenset() if source == n.GRADIENT_LOCAL else places(inventory.spread),
+        Column.SQUARE_SUM in columns and measured >= always_on,
+        places(inventory.kernels),
     )

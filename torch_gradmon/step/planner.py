@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -14,13 +16,18 @@ from torch.optim import Optimizer
 
 from ..core import keys as n
 from ..core import validation as check
+from ..core.errors import WarningLog
+from ..core.moments import SQUARES
 from ..core.records import Metric
 from ..core.torch_modes import outside_dispatch_modes
+from .buffer import StepBuffer
 from .model_index import PLAIN_GRADIENTS, GradientSource, MainGradSource, ModelIndex, checked
 from .plan import Registry, SourcePlan, compile_plan
+from .ranks import CADENCE, EMPTY_SLOT, METRICS, NAMES, Ranks
 from .summary import MINIMAL, STANDARD, Summary
 
 if TYPE_CHECKING:
+    from .exchange import RankExchange
     from .model_index import WholeModel
 
 
@@ -56,7 +63,6 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
 #: Sources of inputs and outputs of modules.
 OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values()})
 
@@ -66,7 +72,7 @@ def source_for(model: nn.Module, named: object = None) -> GradientSource:
         return source
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
     if fsdp1 is not None and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in model.modules()):
-        from .model_index import Fsdp1Source
+        from .exchange import Fsdp1Source
 
         return Fsdp1Source(model)
     has_buffers = any(hasattr(parameter, "main_grad") for parameter in model.parameters())
@@ -167,15 +173,7 @@ class Planner:
             metrics = [metric for metric, is_due in zip(self.registry.metrics, due, strict=True) if is_due]
             found = self._cache[key] = {
                 source: compile_plan(
-                    source,
-                    [metric for metric in metrics if metric.source == source],
-                    self.inventory.names,
-                    excluded=self.inventory.excluded,
-                    always=needs.get(source, frozenset()),
-                    # the optimizer moves a frozen parameter that still has a gradient, and its gradient is clipped
-                    always_on=self.inventory.parameters.keys() if source in _GRADIENTS else self.inventory.trainable.names,
-                    spread=frozenset() if source == n.GRADIENT_LOCAL else self.inventory.spread,
-                    kernels=self.inventory.kernels,
+                    source, [m for m in metrics if m.source == source], self.inventory, needs.get(source, frozenset())
                 )
                 for source in n.PARAMETER_SOURCES
             }
@@ -229,3 +227,92 @@ def _matchable(inventory: ModelIndex) -> dict[str, Sequence[str]]:
     found: dict[str, Sequence[str]] = dict.fromkeys(n.PARAMETER_SOURCES, parameters)
     # the root, which comes first, gets the same inputs as the reference, so the check does not apply to it
     return {**found, **dict.fromkeys(OF_MODULES, modules), **dict.fromkeys(n.RCC_SOURCES, modules[1:])}
+
+
+# --- Which values of a step ranks exchange, and what all ranks must have in common for that ---
+
+
+class ExchangePolicy:
+    """Merges the values of a step over ranks. The plan determines which, not what this rank has seen."""
+
+    def __init__(
+        self, ranks: Ranks, complaints: WarningLog, planner: Planner, summary: Summary, detectors: Any, every: int | None = 1
+    ) -> None:
+        self.ranks, self._complaints, self._every = ranks, complaints, every
+        self.takes_place = False  # there was any exchange
+        self.shares_values = False  # ranks have exchanged values of their batches
+        self.sent = self.received = EMPTY_SLOT  # by and from the first rank with the next exchange of a monitored step
+        self.reduces = self._is_leaving = False  # a value was logged to be merged over ranks; the run ends here
+        self._planner, self._summary, self._detectors = planner, summary, detectors  # the last is the DetectorSet of a room above
+
+    @cached_property
+    def between(self) -> RankExchange:
+        """The exchange itself, where there are other ranks."""
+        from .exchange import RankExchange
+
+        return RankExchange(self.ranks, self._complaints)
+
+    @contextlib.contextmanager
+    def without_others(self) -> Iterator[None]:
+        """The run ends on this rank, perhaps within a step, so other ranks may not come to the exchange."""
+        self._is_leaving = True
+        try:
+            yield
+        finally:
+            self._is_leaving = False
+
+    def end(self) -> None:
+        if "between" in vars(self):
+            self.between.end()
+
+    def ranks_take_part(self, step: int | None = None) -> bool:
+        """Whether every rank exchanges rows of tensors, of the same model and metrics. Waits for the others the first time."""
+        if self.ranks.count == 1:
+            return True
+        return self.between.all_take_part("tensors", self.parts, step) and self.between.are_equal("tensors")
+
+    def parts(self) -> dict[str, object]:
+        """What all ranks must have in common to exchange values, and rows of tensors, as JSON."""
+        return {CADENCE: self._every, **self.parts_of_tensors()}
+
+    def parts_of_tensors(self) -> dict[str, object]:
+        """What all ranks must have in common to exchange rows of tensors in one step, as JSON."""
+        inventory = self._planner.inventory
+        if inventory is None or not inventory.spread:  # perhaps no model is watched, but gradients are clipped
+            return {}
+        metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self._planner.registry.own]
+        of_model = inventory.spread, inventory.excluded, inventory.trainable.names
+        names = [(name, *(name in some for some in of_model)) for name in inventory.names]
+        return {METRICS: [metrics, sorted(self._summary.choice.shown)], NAMES: names}
+
+    @property
+    def _what(self) -> str:
+        return "tensors" if self._planner.inventory is not None and self._planner.inventory.spread else "values"
+
+    @property
+    def _has_values(self) -> bool:
+        """Whether values are exchanged. The plan decides, since a rank cannot know whether the others have any."""
+        return self._what == "tensors" or self.reduces or self._planner.measures_batches or bool(self._detectors.watches_values)
+
+    @property
+    def exchanges_values(self) -> bool:
+        return self.ranks.count > 1 and self._has_values and not self.between.is_refused(self._what)
+
+    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
+        """Exchange the values of a step that ends; ``may_extend``: the list of shared values may grow, and the first rank broadcast."""
+        if self.ranks.count == 1:
+            return
+        wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
+        if self._is_leaving:
+            for source in wanted:
+                buffer.refuse_all(source, "the run ended in the middle of the step")
+            return
+        if n.UPDATE in wanted:
+            wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
+        has_values, watches = self._has_values, self._detectors.watches
+        received = self.between.run(buffer, wanted, has_values, watches, may_extend, self._what, self.parts, self.sent)
+        if received is not None:
+            self.takes_place, self.shares_values = True, self.shares_values or has_values
+            if received is not EMPTY_SLOT:
+                self.sent, self.received = EMPTY_SLOT, received
+        self._detectors.accepts_late_values = not self.shares_values

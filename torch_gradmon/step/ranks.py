@@ -22,6 +22,10 @@ from ..core.moments import ALWAYS, SUMMED, Column, identity
 from ..core.moments import merge as merge_rows
 from ..statistics.request import PLAIN
 
+#: Parts of what ranks must have in common to exchange values: the names of tensors, the metrics, and what else has to be equal.
+NAMES, METRICS, CADENCE = "names of parameters", "metrics", "every="
+#: What a rank sends to the others beside the values of a step; of one that sends nothing.
+EMPTY_SLOT: tuple[float, ...] = (0.0,) * 5
 #: Up to this number of bytes of all ranks, one all-gather is used; beyond, two all-reduces move less.
 GATHERED = 1 << 20
 
@@ -82,11 +86,9 @@ class Ranks:
 
     @property
     def members(self) -> list[int]:
-        return (
-            torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)
-            if self._is_distributed()
-            else [0]
-        )
+        if not self._is_distributed():
+            return [0]
+        return torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)
 
     @property
     def is_first(self) -> bool:
@@ -105,14 +107,10 @@ class Ranks:
         """:meth:`own_part` of each, by position; ``spread`` has the positions of those whose rows will be merged."""
         if self._homes is None and PLAIN.issuperset(map(type, tensors.values())):
             return tensors
-        return {position: self.own_part(tensor, position in spread, self._home(position)) for position, tensor in tensors.items()}
+        return {position: self.part_at(position, tensor, position in spread) for position, tensor in tensors.items()}
 
-    def part_at(self, position: int, tensor: Tensor) -> Tensor:
-        """:meth:`own_part` of one tensor whose values will be merged, of the parameter at ``position``."""
-        return self.own_part(tensor, True, self._home(position))
-
-    def _home(self, position: int) -> int | None:
-        return None if self._homes is None else self._homes[position]
+    def part_at(self, position: int, tensor: Tensor, spread: bool = True) -> Tensor:
+        return self.own_part(tensor, spread, None if self._homes is None else self._homes[position])
 
     def own_part(self, tensor: Tensor, spread: bool, home: int | None = None) -> Tensor:
         """The elements of ``tensor`` that this rank counts, as a plain tensor; a plain tensor is returned unchanged.
@@ -152,9 +150,8 @@ class Ranks:
         return known
 
     def merged(self, rows: Tensor, columns: frozenset[Column]) -> Tensor:
-        """``rows``, ``[n, 8]`` on :attr:`device`, merged with as many of the other ranks; the same bits on each rank.
-
-        Collective, of ``n`` times the number of ``columns`` float64. Does not synchronise the host with the device.
+        """``rows``, ``[n, 8]`` on :attr:`device`, merged with as many of the other ranks; the same bits on each rank. Collective. Does not
+        synchronise the host with the device.
         """
         sent = sorted(columns | ALWAYS)
         found = identity(len(rows), rows.device, rows.dtype)
@@ -162,10 +159,7 @@ class Ranks:
         return found
 
     def gathered(self, thing: Any) -> list[Any]:
-        """``thing`` of each rank, as JSON. Two collectives, which synchronise the device.
-
-        ``torch.distributed.all_gather_object`` would need NumPy, which the package does not require.
-        """
+        """``thing`` of each rank, as JSON. Two collectives, which synchronise the device."""
         if self.count == 1:
             return [thing]
         sent = torch.frombuffer(bytearray(json.dumps(thing).encode()), dtype=torch.uint8)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core import keys as n
 from ..core.keys import Key
@@ -14,20 +15,8 @@ from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, St
 from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer, merged
 from .model_index import ModelIndex
-from .plan import HISTOGRAM_NAME, KURTOSIS, STABLE_RANK, Registry
-from .summary import (
-    CLIP_SEEN,
-    FROZEN,
-    OTHERS,
-    LayerSelection,
-    ReasonContext,
-    StepFacts,
-    Summary,
-    head_values,
-    norms_by_rank,
-    not_applied,
-    of_layers,
-)
+from .plan import HISTOGRAM_NAME, KURTOSIS, STABLE_RANK, Registry, SourcePlan
+from .summary import CLIP_SEEN, OTHERS, SET_BY_HAND, LayerSelection, StepFacts, Summary, head_values, norms_by_rank, not_applied
 from .summary import key as summary_key
 
 _UNDEFINED = {
@@ -73,46 +62,18 @@ def asked_for(metrics: Iterable[Metric], names: Mapping[str, Sequence[str]], sum
     return found
 
 
-def missing(
-    record: StepRecord,
-    metrics: Sequence[Metric],
-    names: Mapping[str, Sequence[str]],
-    absent: Mapping[tuple[str, str], str],
-    situation: ReasonContext,
-    layers: LayerSelection,
-    owned: Set[str] | None,
-) -> dict[Key, str]:
-    """The reason for each requested key that is not in ``record``. ``owned``: the parameters of attached optimizers, if known."""
-    reasons = _Reasons(record, names, absent, situation, owned)
-    found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in situation.shown}
-    found.update(of_layers(layers, situation, record, reasons.why))
-    attends = n.has_attention(situation.inventory.kinds)
-    for metric in metrics:
-        if metric.source in n.ATTENTION_SOURCES.values():
-            # a preset's values are in no key, but where attention is not seen in a model that has it, nothing else would say so
-            is_told = metric.shown or (attends and (metric.source, "") in absent)
-            if is_told and not any(key.source == metric.source for key in record.values):  # only calls show which modules attend
-                found[Key(metric.source, metric.pattern.pattern, "")] = reasons.why_no_attention(metric)
-            continue
-        if not metric.shown:
-            continue
-        for name in names.get(metric.source, ()):
-            if metric.matches(name):
-                found[Key(metric.source, name, metric.name)] = reasons.why(metric, name)
-    # tensors in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
-    children = {
-        (key.source, key.metric.partition(".")[0], reasons.owner(key.source, key.name))
-        for key in record.values
-        if not (key.source in n.RCC_SOURCES and ("/" in key.name or key.name.endswith(".weight")))  # not the module's own
-    }
-    return {
-        key: reason
-        for key, reason in found.items()
-        if key not in record.values and (key.source, key.metric.partition(".")[0], key.name) not in children
-    }
+class ReasonContext(NamedTuple):
+    inventory: ModelIndex
+    plans: Mapping[str, SourcePlan]  # the requested measurements of parameters, by source
+    due: tuple[Metric, ...]  # the metrics of modules that were due
+    shown: tuple[str, ...]  # the names of the requested whole-model values; a live change may have requested others since
+    attached: bool
+    refused: Mapping[str, str]  # a reason by source if some of its tensors could not be measured
 
 
-class _Reasons:
+class Reasons:
+    """Why values are not in ``record``. ``owned``: the parameters of attached optimizers, if known."""
+
     def __init__(
         self,
         record: StepRecord,
@@ -121,21 +82,65 @@ class _Reasons:
         situation: ReasonContext,
         owned: Set[str] | None,
     ) -> None:
-        self._record, self._absent, self._situation, self._owned = record, absent, situation, owned
+        self._record, self._names, self._absent, self._situation, self._owned = record, names, absent, situation, owned
         self._known = {source: frozenset(of) for source, of in names.items()}
+        self._measured = {source: table.row_of.keys() for source, table in record.tables.items()}
         # of all names at once, since each missing value asks for them
-        tables = record.tables.items()
-        self._owners = {source: {self.owner(source, path) for path in table.names} for source, table in tables}
+        self._owners = {source: {self._owner(source, path) for path in paths} for source, paths in self._measured.items()}
         self._of_parts: dict[tuple[str, str, str], str] = {}  # why the first tensor of a container has no value
         for (source, place), reason in absent.items():
             path, _, metric = place.rpartition("/")
-            if (source in n.MODULE_SOURCES or source in n.RCC_SOURCES) and (owner := self.owner(source, path)) != path:
+            if (source in n.MODULE_SOURCES or source in n.RCC_SOURCES) and (owner := self._owner(source, path)) != path:
                 self._of_parts.setdefault((source, owner, metric), reason)
 
-    def owner(self, source: str, path: str) -> str:
+    def missing(self, metrics: Sequence[Metric], layers: LayerSelection) -> dict[Key, str]:
+        """The reason for each requested key that is not in the record."""
+        record, absent = self._record, self._absent
+        found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in self._situation.shown}
+        found.update(self._of_layers(layers))
+        attends = n.has_attention(self._situation.inventory.kinds)
+        for metric in metrics:
+            if metric.source in n.ATTENTION_SOURCES.values():
+                # a preset's values are in no key, but where attention is not seen in a model that has it, nothing else would say so
+                is_told = metric.shown or (attends and (metric.source, "") in absent)
+                if is_told and not any(
+                    key.source == metric.source for key in record.values
+                ):  # only calls show which modules attend
+                    found[Key(metric.source, metric.pattern.pattern, "")] = self._why_no_attention(metric)
+            elif metric.shown:
+                for name in filter(metric.matches, self._names.get(metric.source, ())):
+                    found[Key(metric.source, name, metric.name)] = self._why(metric, name)
+        # tensors in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
+        children = {
+            (key.source, key.metric.partition(".")[0], self._owner(key.source, key.name))
+            for key in record.values
+            if not (key.source in n.RCC_SOURCES and ("/" in key.name or key.name.endswith(".weight")))  # not the module's own
+        }
+        return {
+            key: reason
+            for key, reason in found.items()
+            if key not in record.values and (key.source, key.metric.partition(".")[0], key.name) not in children
+        }
+
+    def _of_layers(self, layers: LayerSelection) -> dict[Key, str]:
+        found: dict[Key, str] = {}
+        for source, name in ((n.GRADIENT_BEFORE_CLIP, "norm"), (n.UPDATE, "ratio")):
+            plan = self._situation.plans.get(source)
+            if plan is None or Column.SQUARE_SUM not in plan.columns:  # updates are shown in the steps that measure them
+                continue
+            metric = Metric(name, source, _ANY, shown=False)
+            for label, members in layers.members(self._situation.inventory.names).items():
+                reasons = [self._why(metric, each) for each in members if each not in self._measured.get(source, ())]
+                distinct = dict.fromkeys(filter(None, (self._situation.refused.get(source), *reasons)))
+                found[Key(source, label, name)] = (
+                    "; ".join(distinct) or "the norm of its parameters was zero or NaN before the update"
+                )
+        return found
+
+    def _owner(self, source: str, path: str) -> str:
         return n.owner_of(path, self._known.get(source, frozenset()))
 
-    def why_no_attention(self, metric: Metric) -> str:
+    def _why_no_attention(self, metric: Metric) -> str:
         """One reason for the whole pattern, since only calls show which modules attend; then the reasons of modules."""
         known = {
             place: why
@@ -147,32 +152,75 @@ class _Reasons:
         if len(outermost) > 3:
             reasons.append(f"and {len(outermost) - 3} more")
         if not known or any(map(metric.matches, self._known.get(metric.source, ()))):
-            reasons.insert(0, self.why(metric, ""))
+            reasons.insert(0, self._why(metric, ""))
         return "; ".join(reasons)
 
-    def why(self, metric: Metric, name: str) -> str:
-        absent, source = self._absent, metric.source
+    def _is_planned(self, metric: Metric) -> bool:
+        plan = self._situation.plans.get(metric.source)
+        if plan is None:
+            return metric in self._situation.due
+        return any(metric is known for known, _ in plan.views) or any(metric in some for some in plan.functions.values())
+
+    def _why(self, metric: Metric, name: str) -> str:
+        absent, source, inventory = self._absent, metric.source, self._situation.inventory
         if not metric.due(self._record.step):
             last = absent.get((source, "")) if source in n.ATTENTION_SOURCES.values() else None
             return f"measured on steps divisible by {metric.every}{'' if last is None else f'; in the last of them {last}'}"
-        if metric.shown and not self._situation.planned(metric):
+        if metric.shown and not self._is_planned(metric):
             return ASKED_LATE
-        for place in (f"{name}/{metric.name}", name, ""):
-            if not place and self._situation.is_frozen(source, name):
-                return FROZEN
+        for place in (f"{name}/{metric.name}", name):
             if (source, place) in absent:
                 return absent[source, place]
+        if source in _OF_GRADIENTS and inventory.trainable.is_frozen(name) and name in inventory.parameters:
+            return "it is frozen: its requires_grad is False"  # since the step began, so that no gradient could come
+        if (source, "") in absent:
+            return absent[source, ""]
         if (source, name, metric.name) in self._of_parts:
             return self._of_parts[source, name, metric.name]
         if name in self._owners.get(source, ()):
             if metric.name == "ratio":
                 return "the norm of the parameter was zero or NaN before the update"
             return f"the tensor has no {VIEWS[metric.name].needs}" if metric.name in VIEWS else metric.why_nothing()
-        is_parameter = source in n.PARAMETER_SOURCES
-        reason = self._situation.reason(source, name, self._record, self._owned) if is_parameter else ""
+        reason = self._of_parameter(source, name) if source in n.PARAMETER_SOURCES else ""
         return reason or _DEFAULT_REASONS.get(source, "not measured in this step")
 
+    def _of_parameter(self, source: str, name: str) -> str:
+        """Why nothing was measured of a parameter; empty if unknown."""
+        inventory, attached = self._situation.inventory, self._situation.attached
+        if name in inventory.excluded:
+            return "exclude= (excluded_modules_regex=) leaves it out"
+        if not attached and source in _NEEDS_HOOKS:
+            return _NEEDS_HOOKS[source]
+        if source == n.GRADIENT_LOCAL and name in inventory.spread:
+            return "ranks have parts of it or of the model, whose gradients are measured only once they are reduced"
+        if source in _OF_OPTIMIZERS and self._owned is not None:
+            frozen = "it is frozen, and " * inventory.trainable.is_frozen(name)
+            return "its optimizer did not step" if name in self._owned else f"{frozen}no attached optimizer has it"
+        if source not in (n.GRADIENT, n.GRADIENT_BEFORE_CLIP):
+            return ""
+        if source == n.GRADIENT_BEFORE_CLIP and attached and name in self._measured.get(n.GRADIENT, ()):
+            return f"no gradient before clipping was seen: no backward pass ran through the parameter's hook; {SET_BY_HAND}"
+        has_others = bool(self._measured.get(source))
+        if has_others and source == n.GRADIENT and name in self._measured.get(n.GRADIENT_BEFORE_CLIP, ()):
+            stepped = "the optimizer stepped, or its optimizer did not step"
+            return f"its gradient was gone when {stepped if attached else 'monitor.monitor_gradients() was called'}"
+        if has_others:
+            return "it had no gradient: the loss does not depend on it, or its gradient was removed"
+        if attached:
+            return ""
+        if source == n.GRADIENT:
+            return "no gradient of it was measured: call monitor.monitor_gradients() between backward and the optimizer's step"
+        return f"no gradient of it was measured before clipping: {CLIP_SEEN}"
 
+
+_ANY = re.compile("")
+_OF_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP, n.GRADIENT_LOCAL})
+_OF_OPTIMIZERS = frozenset({n.UPDATE, n.OPTIMIZER})
+_NEEDS_HOOKS = {
+    n.GRADIENT_LOCAL: "gradients of micro-batches are measured by hooks, which attach() installs",
+    n.UPDATE: "updates are measured by hooks on the optimizer, which attach() installs",
+    n.OPTIMIZER: "the optimizer's state is measured by hooks on it, which attach() installs",
+}
 _DEFAULT_REASONS = {
     n.GRADIENT: "no gradient in this step, or nothing was measured when the optimizer stepped",
     n.GRADIENT_BEFORE_CLIP: (
@@ -238,8 +286,9 @@ class PendingStep:
         tables, custom, noted = self.readback.land()
         base, batches = tables.pop(n.UPDATE_BASE, None), tables.pop(n.BATCH_GRADIENT, None)
         gone = self._drop_others(summary, tables, noted)
-        facts = self._facts(tables, noted)
-        if facts.updates_void:
+        found_inf = bool(noted.pop("found_inf", 0))
+        facts = self._facts(tables, noted, found_inf)
+        if found_inf:  # updates of zero were measured by a fused optimizer
             tables.pop(n.UPDATE, None)
             gone.add(n.UPDATE)
         if not facts.applied:
@@ -265,6 +314,12 @@ class PendingStep:
         summarised = summary.compute(facts, whole, base, reasons, norms)
         for name, why in reasons.items():
             buffer.absent[n.SUMMARY, name] = why
+        for source, plan in self.active.plans.items():
+            if plan.views and source in tables:
+                blocks += plan.evaluate(tables[source], base)
+        if layers.choice is not None:
+            of_several = layers.choice in ("blocks", "top")  # which all have to be measured for that
+            blocks += layers.values(whole if of_several else tables, base, self.groups, self.inventory.names)
         first: dict[Key, float] = {}
         for name in summary.choice.shown:
             if name in summarised:
@@ -272,27 +327,11 @@ class PendingStep:
         for key, value in custom.items():
             if key.source == n.SUMMARY:
                 first[key] = value
-        for source, plan in self.active.plans.items():
-            if plan.views and source in tables:
-                blocks += plan.evaluate(tables[source], base)
-        if layers.choice is not None:
-            of_several = layers.choice in ("blocks", "top")  # which all have to be measured for that
-            blocks += layers.values(whole if of_several else tables, base, facts.groups, self.inventory.names)
         values = StepValues(Block(tuple(first), tuple(first.values())), *blocks, Block(tuple(custom), tuple(custom.values())))
         hidden = heads | _hidden(values, registry.hidden) if registry.hidden else heads
         context = {**facts.context, "batch_norms": norms} if norms else facts.context
-        record = StepRecord(
-            facts.step,
-            time.time(),
-            facts.applied,
-            values,
-            tables,
-            context,
-            hidden=hidden,
-            rng=buffer.rng,
-            extras=self.readback.extras,
-        )
-        return record, summarised
+        of_step = facts.step, time.time(), facts.applied
+        return StepRecord(*of_step, values, tables, context, (), hidden, buffer.rng, self.readback.extras), summarised
 
     def _drop_others(self, summary: Summary, tables: dict[str, StatsTable], noted: dict[str, float]) -> set[str]:
         """Drop the gradients before clipping if the optimizer used others; returns the sources that are gone."""
@@ -305,9 +344,9 @@ class PendingStep:
         self.readback.buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
         return {n.GRADIENT_BEFORE_CLIP}
 
-    def _facts(self, tables: Mapping[str, StatsTable], noted: dict[str, float]) -> StepFacts:
+    def _facts(self, tables: Mapping[str, StatsTable], noted: dict[str, float], found_inf: bool) -> StepFacts:
         buffer, active, inventory = self.readback.buffer, self.active, self.inventory
-        edited, found_inf = bool(noted.pop("edited", 0)), bool(noted.pop("found_inf", 0))
+        edited = bool(noted.pop("edited", 0))
         rounding, rounds = noted.pop("rounding", 0.0), bool(noted.pop("rounds", 0))
         # what of the whole model was not measured in this step, although a whole-model value of it was requested since
         refused: dict[str, str] = {}
@@ -324,12 +363,10 @@ class PendingStep:
         return StepFacts(
             buffer.step,
             applied=not (active.is_overflowed or found_inf or active.is_skipped),
-            updates_void=found_inf,
             edited=edited,
             used=buffer.used,
             trainable=inventory.trainable.trained(buffer.thawed) - buffer.frozen,
             matrices=inventory.matrices.keys(),
-            groups=self.groups,
             refused={**refused, **buffer.refused},
             rounding=rounding,
             rounds=rounds,

@@ -7,8 +7,7 @@ import re
 import statistics
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence, Set
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -18,12 +17,9 @@ from torch import Tensor
 
 from ..core import keys as n
 from ..core.errors import nearest, warn_user
-from ..core.formatting import times
 from ..core.keys import Key, blocks_of, compile_pattern, shared_key
 from ..core.moments import ALL_COLUMNS, SQUARES, VIEWS, Column, merge_by_group
-from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, are_others, brings_others, views_of
-from .model_index import ModelIndex
-from .plan import SourcePlan
+from ..core.records import ASKED_LATE, Block, StatsTable, are_others, brings_others, views_of
 
 TOP = 10
 SHARE = "share"
@@ -103,7 +99,9 @@ class LayerSelection:
         self, table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]], names: Sequence[str]
     ) -> list[tuple[str, Tensor]]:
         if self.choice == "blocks":
-            return sums_over_blocks(table, self._blocks_of(names)) + sums_over_groups(table, groups)
+            sums = _sums(table, {name: label for label, members in groups for name in members})
+            of_groups = [(label, sums[label]) for label, _ in groups if label in sums and sums[label][Column.COUNT] > 0]
+            return [*_sums(table, self._blocks_of(names)).items(), *of_groups]
         return [
             (name, row)
             for name, row in zip(table.names, table.rows, strict=True)
@@ -116,20 +114,12 @@ def _block(source: str, metric: str, values: Sequence[tuple[str, float]], are_vi
     return Block(keys, array("d", [value for _, value in values]), source if are_views else "")
 
 
-def sums_over_blocks(table: StatsTable, block_of: Mapping[str, str]) -> list[tuple[str, Tensor]]:
-    """One merged row per block, in model order. Exact, since rows are additive."""
-    blocks = list(dict.fromkeys(block_of[name] for name in table.names))
-    position = {block: index for index, block in enumerate(blocks)}
-    merged = merge_by_group(table.rows, [position[block_of[name]] for name in table.names], len(blocks))
-    return list(zip(blocks, merged, strict=True))
-
-
-def sums_over_groups(table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
-    """One merged row per parameter group of the optimizers, for the parameters in ``table``."""
-    number = {name: index for index, (_, members) in enumerate(groups) for name in members}
-    rows = [row for row, name in enumerate(table.names) if name in number]
-    merged = merge_by_group(table.rows[rows], [number[table.names[row]] for row in rows], len(groups))
-    return [(label, row) for (label, _), row in zip(groups, merged, strict=True) if row[Column.COUNT] > 0]
+def _sums(table: StatsTable, label_of: Mapping[str, str]) -> dict[str, Tensor]:
+    """One merged row for each label of parameters, in the order of the table. Exact, since rows are additive."""
+    rows = [row for row, name in enumerate(table.names) if name in label_of]
+    labels = [label_of[table.names[row]] for row in rows]
+    number = {label: index for index, label in enumerate(dict.fromkeys(labels))}
+    return dict(zip(number, merge_by_group(table.rows[rows], [number[label] for label in labels], len(number)), strict=True))
 
 
 def top_shares(table: StatsTable | None, count: int) -> list[tuple[str, float]]:
@@ -153,7 +143,6 @@ def not_applied(context: Mapping[str, Any]) -> str:
     return f"the step was not applied: {why}" if why else "the step was not applied"
 
 
-FROZEN = "it is frozen: its requires_grad is False"
 #: What makes gradients before clipping known where no hook sees them: those of a backward pass, and those that the optimizer got otherwise.
 CLIP_SEEN = "clip with monitor.clip_grad_norm_, or call monitor.monitor_gradients(before_clip=True) before you clip"
 SET_BY_HAND = (
@@ -163,92 +152,6 @@ OTHERS = (
     "the optimizer used other gradients than those of the last backward pass, and no multiple of them: the loop has set them itself; call "
     "monitor.monitor_gradients(before_clip=True) once they are set, before any clip"
 )
-_OF_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP, n.GRADIENT_LOCAL})
-_OF_OPTIMIZERS = frozenset({n.UPDATE, n.OPTIMIZER})
-_NEEDS_HOOKS = {
-    n.GRADIENT_LOCAL: "gradients of micro-batches are measured by hooks, which attach() installs",
-    n.UPDATE: "updates are measured by hooks on the optimizer, which attach() installs",
-    n.OPTIMIZER: "the optimizer's state is measured by hooks on it, which attach() installs",
-}
-_UNUSED = "it had no gradient: the loss does not depend on it, or its gradient was removed"
-
-
-@dataclass(frozen=True)
-class ReasonContext:
-    inventory: ModelIndex
-    plans: Mapping[str, SourcePlan]  # the requested measurements of parameters, by source
-    due: tuple[Metric, ...]  # the metrics of modules that were due
-    shown: tuple[str, ...]  # the names of the requested whole-model values; a live change may have requested others since
-    attached: bool
-    refused: Mapping[str, str]  # a reason by source if some of its tensors could not be measured
-
-    def planned(self, metric: Metric) -> bool:
-        plan = self.plans.get(metric.source)
-        if plan is None:
-            return metric in self.due
-        return any(metric is known for known, _ in plan.views) or any(metric in some for some in plan.functions.values())
-
-    def is_frozen(self, source: str, name: str) -> bool:
-        """Whether no gradient of ``name`` could come, since it was frozen when the step began."""
-        return source in _OF_GRADIENTS and self.inventory.trainable.is_frozen(name) and name in self.inventory.parameters
-
-    def reason(self, source: str, name: str, record: StepRecord, owned: Set[str] | None) -> str:
-        """Why nothing was measured of ``name``; empty if unknown. ``owned``: the parameters of attached optimizers."""
-        if name in self.inventory.excluded:
-            return "exclude= (excluded_modules_regex=) leaves it out"
-        if not self.attached and source in _NEEDS_HOOKS:
-            return _NEEDS_HOOKS[source]
-        if source == n.GRADIENT_LOCAL and name in self.inventory.spread:
-            return "ranks have parts of it or of the model, whose gradients are measured only once they are reduced"
-        if source in _OF_OPTIMIZERS and owned is not None:
-            frozen = "it is frozen, and " * self.inventory.trainable.is_frozen(name)
-            return "its optimizer did not step" if name in owned else f"{frozen}no attached optimizer has it"
-        if source not in (n.GRADIENT, n.GRADIENT_BEFORE_CLIP):
-            return ""
-        table, is_used = record.tables.get(source), _has(record, n.GRADIENT, name)
-        others = table is not None and len(table.names) > 0
-        if source == n.GRADIENT_BEFORE_CLIP and self.attached and is_used:
-            return f"no gradient before clipping was seen: no backward pass ran through the parameter's hook; {SET_BY_HAND}"
-        if others and source == n.GRADIENT and _has(record, n.GRADIENT_BEFORE_CLIP, name):
-            when = (
-                "the optimizer stepped, or its optimizer did not step"
-                if self.attached
-                else "monitor.monitor_gradients() was called"
-            )
-            return f"its gradient was gone when {when}"
-        if others:
-            return _UNUSED
-        if self.attached:
-            return ""
-        if source == n.GRADIENT:
-            return "no gradient of it was measured: call monitor.monitor_gradients() between backward and the optimizer's step"
-        return f"no gradient of it was measured before clipping: {CLIP_SEEN}"
-
-
-def _has(record: StepRecord, source: str, name: str) -> bool:
-    return source in record.tables and name in record.tables[source].row_of
-
-
-_ANY = re.compile("")
-
-
-def of_layers(
-    layers: LayerSelection, situation: ReasonContext, record: StepRecord, why: Callable[[Metric, str], str]
-) -> dict[Key, str]:
-    """The reason for each missing value of ``layers``; ``why`` returns the reason of one parameter."""
-    found: dict[Key, str] = {}
-    for source, name in ((n.GRADIENT_BEFORE_CLIP, "norm"), (n.UPDATE, "ratio")):
-        plan = situation.plans.get(source)
-        if plan is None or Column.SQUARE_SUM not in plan.columns:  # updates are shown in the steps that measure them
-            continue
-        metric = Metric(name, source, _ANY, shown=False)
-        for label, members in layers.members(situation.inventory.names).items():
-            reasons = [why(metric, member) for member in members if not _has(record, source, member)]
-            distinct = dict.fromkeys(filter(None, (situation.refused.get(source), *reasons)))
-            found[Key(source, label, name)] = (
-                "; ".join(distinct) or "the norm of its parameters was zero or NaN before the update"
-            )
-    return found
 
 
 # --- Whole-model values that need only the gradients before clipping ---
@@ -268,19 +171,11 @@ def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[st
     if 0 < values["grad_norm"] < float("inf"):
         values["grad_top_fraction"] = before.largest[Column.SQUARE_SUM] / values["grad_norm"] ** 2
     if not DISTRIBUTION.keys().isdisjoint(wanted):
-        values |= _distribution(before, wanted)
+        row = merge_by_group(before.rows, [0] * len(before.names), 1)  # rows are additive, so this is that of all elements
+        for name, view in ((name, VIEWS[view]) for name, view in DISTRIBUTION.items() if name in wanted):
+            if view.columns <= before.columns and bool(view.defined(row).all()):
+                values[name] = view.compute(row).item()
     return values
-
-
-def _distribution(table: StatsTable, wanted: Collection[str]) -> dict[str, float]:
-    """Rows are additive, so the row of all elements is the sum of the layers' rows."""
-    row = merge_by_group(table.rows, [0] * len(table.names), 1)
-    views = {name: VIEWS[view] for name, view in DISTRIBUTION.items() if name in wanted}
-    return {
-        name: view.compute(row).item()
-        for name, view in views.items()
-        if view.columns <= table.columns and bool(view.defined(row).all())
-    }
 
 
 def norm_of(table: StatsTable) -> float:
@@ -299,8 +194,6 @@ BATCH_DOCUMENTATION = {
 }
 #: Decay of the running means whose quotient is the noise scale.
 _DECAY = 0.99
-#: Factor above the median of the others from which on a micro-batch stands out.
-_STANDS_OUT = 3.0
 _NOT_SEEN = (
     "no gradient of a micro-batch was seen: it takes a backward pass, the hooks that attach() installs, and the whole model on "
     "each rank"
@@ -378,22 +271,6 @@ def norms_by_rank(table: StatsTable) -> dict[str, list[float]]:
     }
 
 
-def rank_norms_text(norms: Mapping[str, Sequence[float]]) -> str:
-    """Which micro-batch stands out, as part of a sentence about a spike; empty with fewer than two."""
-    every = [(number, int(rank), norm) for rank, each in norms.items() for number, norm in enumerate(each)]
-    if len(every) < 2:
-        return ""
-    spoiled = sorted((number, rank) for number, rank, norm in every if not math.isfinite(norm))
-    if spoiled:
-        number, rank = spoiled[0]
-        return f"of {len(every)} micro-batches {len(spoiled)} brought NaN or Inf, first number {number} of rank {rank}"
-    number, rank, worst = max(every, key=lambda each: each[2])
-    usual = statistics.median(norm for *where, norm in every if where != [number, rank])
-    if worst < _STANDS_OUT * usual or not usual:
-        return f"all {len(every)} micro-batches are alike"
-    return f"micro-batch {number} of rank {rank} has {times(worst / usual)} the norm of the {len(every) - 1} others"
-
-
 # --- The whole-model keys, and the facts about a step that their values need ---
 
 #: The meaning of each key, in the order of display.
@@ -438,25 +315,22 @@ def key(name: str) -> Key:
     return Key(n.SUMMARY, "", name)
 
 
-@dataclass
-class StepFacts:
+class StepFacts(NamedTuple):
     step: int
     applied: bool
     edited: bool  # the gradients were written to between backward and the optimizer; if not, their values can show it
     used: Set[str]  # names of the parameters whose gradients an optimizer has used, or would have if they had existed
     trainable: Set[str]
     matrices: Set[str]  # names of the parameters of two or more dimensions
-    groups: Sequence[tuple[str, frozenset[str]]] = ()  # names of the parameters of each of the optimizers' groups
-    updates_void: bool = False  # updates of zero were measured, because a fused optimizer found infinite gradients
-    refused: Mapping[str, str] = field(default_factory=dict)  # a reason by source if some of its tensors could not be measured
-    context: Mapping[str, Any] = field(default_factory=dict)  # learning rates and the like, for the record
-    ranks: int = 1
-    refusal: bool = False  # a GradScaler did not let the optimizer apply it
-    is_interrupted: bool = False  # the loop left it by an error before it was applied
-    nonfinite: bool = False  # a gradient holds NaN or Inf, before clipping or as the optimizer uses it
-    attached: bool = False  # hooks on optimizers took part
-    rounding: float = 0.0  # relative rounding of the gradients that the optimizer uses, if larger than in float32
-    rounds: bool = False  # they were rounded once more in between, as a GradScaler does when it unscales them
+    refused: Mapping[str, str]  # a reason by source if some of its tensors could not be measured
+    context: Mapping[str, Any]  # learning rates and the like, for the record
+    ranks: int
+    refusal: bool  # a GradScaler did not let the optimizer apply it
+    is_interrupted: bool  # the loop left it by an error before it was applied
+    nonfinite: bool  # a gradient holds NaN or Inf, before clipping or as the optimizer uses it
+    attached: bool  # hooks on optimizers took part
+    rounding: float  # relative rounding of the gradients that the optimizer uses, if larger than in float32
+    rounds: bool  # they were rounded once more in between, as a GradScaler does when it unscales them
 
 
 # --- Which whole-model values are shown or needed, and which statistics of tensors that takes ---
@@ -774,13 +648,9 @@ class Summary:
         self.nonfinite += steps - interrupted
 
     def sets_others(self, tables: Mapping[str, StatsTable], rounding: float, is_assigned: bool, is_dropped: bool) -> bool:
-        """Whether the gradients that the loop has put in the place of those of the backward passes are its own, see :func:`are_others`.
-
-        Args:
-            rounding: relative rounding of the gradients in between.
-            is_assigned: the optimizer used other tensors than the backward passes had left.
-            is_dropped: the gradients of an earlier backward pass were dropped, so that those of the last one are perhaps only a part of
-                what the loop has put into the same tensors.
+        """Whether the gradients that the loop has put in the place of those of the backward passes are its own, see :func:`are_others`:
+        in other tensors (``is_assigned``), or in the same ones after it has dropped those of an earlier pass, so that the last one's are
+        perhaps only a part.
         """
         before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
         if before is None or after is None:
@@ -810,7 +680,7 @@ class Summary:
         self.interrupted += facts.is_interrupted
         values["steps_not_applied"] = float(self.not_applied)
         before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
-        self._gradients(values, before, after, facts, absent)
+        values |= self._gradients(before, after, facts, absent)
         values |= self._clip_values(before, after, facts, absent)
         self.nonfinite += facts.nonfinite or facts.refusal
         if self._batches is not None:
@@ -832,38 +702,28 @@ class Summary:
         return values
 
     def _gradients(
-        self,
-        values: dict[str, float],
-        before: StatsTable | None,
-        after: StatsTable | None,
-        facts: StepFacts,
-        absent: dict[str, str],
-    ) -> None:
+        self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, absent: dict[str, str]
+    ) -> dict[str, float]:
         if before is None or (after is not None and brings_others(before, after)):
             advice = SET_BY_HAND if facts.attached and after is not None else CLIP_SEEN
             if before is None and after is None and facts.used:
                 advice = "no parameter had a gradient when the optimizers stepped"
             reason = f"the gradients before clipping were not seen: no backward pass ran through the parameters' hooks; {advice}"
-            reason = facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)
-            absent.update(dict.fromkeys(OF_GRADIENTS, reason))
-        else:
-            values |= gradient_values(before, self.choice.wanted)
-            norm = values["grad_norm"]
-            known = views_of(before.columns)
-            for name, view in _VIEWS_OF_GRADIENTS.items():
-                if view not in known:
-                    absent[name] = ASKED_LATE
-            if "max" in known and "grad_max" not in values:
-                absent.update(dict.fromkeys(("grad_max", "grad_sparsity"), "no gradient has a finite element"))
-            if "grad_top_fraction" not in values:
-                absent["grad_top_fraction"] = f"the gradient norm is {norm}"
-            if facts.applied and after is not None and facts.used >= set(before.names):
-                self._add_clip(before, after, facts)
-
-    def _add_clip(self, before: StatsTable, after: StatsTable, facts: StepFacts) -> None:
-        edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
-        # a removed gradient is not clipped
-        self._clips.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
+            absent.update(dict.fromkeys(OF_GRADIENTS, facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)))
+            return {}
+        values, known = gradient_values(before, self.choice.wanted), views_of(before.columns)
+        for name, view in _VIEWS_OF_GRADIENTS.items():
+            if view not in known:
+                absent[name] = ASKED_LATE
+        if "max" in known and "grad_max" not in values:
+            absent.update(dict.fromkeys(("grad_max", "grad_sparsity"), "no gradient has a finite element"))
+        if "grad_top_fraction" not in values:
+            absent["grad_top_fraction"] = f"the gradient norm is {values['grad_norm']}"
+        if facts.applied and after is not None and facts.used >= set(before.names):
+            edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
+            # a removed gradient is not clipped
+            self._clips.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
+        return values
 
     def _clip_values(
         self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, absent: MutableMapping[str, str]

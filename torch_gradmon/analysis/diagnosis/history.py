@@ -21,8 +21,8 @@ from ...core.records import Severity, SpikeEvent, StepRecord, is_loss_of_network
 from ...core.trainers import advice_for
 from ...core.validation import subsample_steps
 from ...runs.reader import RunReader, Window
-from ...spikes.attribution import GradientNormHistory, ParameterAttribution
-from ...spikes.signals import Episode, by_size, episodes
+from ...spikes.attribution import ParameterAttribution
+from ...spikes.signals import Episode, GradientNormHistory, by_size, episodes
 from ..spike_report import suspects
 from .findings import Finding
 from .series import GradientEdit, Matrix, Series, lower_median
