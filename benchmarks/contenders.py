@@ -15,7 +15,7 @@ import torch_gradmon as gradmon
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
 from torch_gradmon.statistics import cpp, kernel_build
 from torch_gradmon.statistics.eager import EagerStatistics
-from torch_gradmon.statistics.request import Backend
+from torch_gradmon.statistics.request import Request
 
 from . import rivals
 from .rivals import LeftOut
@@ -58,10 +58,10 @@ def _triton(model: nn.Module, _: ExitStack) -> Run:
     return _measuring(backend, model, ALL_COLUMNS)
 
 
-def _measuring(backend: Backend, model: nn.Module, columns: frozenset[Column]) -> Run:
+def _measuring(backend: EagerStatistics, model: nn.Module, columns: frozenset[Column]) -> Run:
     """All rows on the host, as at a step's end. The backend is reused between calls, as in a monitor."""
     tensors = gradients(model)
-    return lambda: backend.measure(tensors, columns).cpu()
+    return lambda: backend.rows(tensors, Request(columns)).cpu()
 
 
 def _monitor(model: nn.Module, stack: ExitStack) -> Run:

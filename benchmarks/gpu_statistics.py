@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torch_gradmon.core.torch_modes import has_triton_kernels
 from torch_gradmon.statistics.eager import EagerStatistics
-from torch_gradmon.statistics.request import Backend
+from torch_gradmon.statistics.request import Request
 
 from .comparison import able
 from .contenders import CONTENDERS, Contender
@@ -65,9 +65,9 @@ def _triton(model: nn.Module, _: ExitStack) -> Run:
     return _rows(backend, model)
 
 
-def _rows(backend: Backend, model: nn.Module) -> Run:
+def _rows(backend: EagerStatistics, model: nn.Module) -> Run:
     tensors = gradients(model)
-    return lambda: backend.measure(tensors)
+    return lambda: backend.rows(tensors, Request())
 
 
 def _total_norm(model: nn.Module, _: ExitStack) -> Run:

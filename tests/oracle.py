@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_gradmon.core.moments import ALL_COLUMNS, Column
+from torch_gradmon.statistics.eager import EagerStatistics
+from torch_gradmon.statistics.request import DEFAULT_EPS, Request
 
 #: All built-in metrics of a tensor.
 BUILT_INS = (
@@ -23,6 +28,23 @@ BUILT_INS = (
     "nonfinite_count",
 )
 EPS = 1e-8
+
+
+def measured(
+    backend: EagerStatistics,
+    tensors: Sequence[Tensor],
+    columns: frozenset[Column] = ALL_COLUMNS,
+    *,
+    eps: float = DEFAULT_EPS,
+    inverse_scale: Tensor | None = None,
+    minus: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """The rows of the package for these tensors."""
+    return backend.rows(tensors, Request(columns, eps, inverse_scale), minus)
+
+
+def measure(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
+    return measured(EagerStatistics(), tensors, *arguments, **options)
 
 
 def reals(tensors: Tensor | Iterable[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import torch_gradmon as gradmon
 from benchmarks.launches import Loop, count, layers
 from tests.simulated import AT, DEVICE, Programs, races_of, without
 from torch_gradmon import testing
-from torch_gradmon.capture import parameters
+from torch_gradmon.capture import gradients
 from torch_gradmon.cli.demo_model import CharacterGPT, Sizes
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS
@@ -329,7 +329,7 @@ def failures() -> Any:
     def cannot_copy(tensors: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    with without(parameters, "copies", cannot_copy):
+    with without(gradients, "copies", cannot_copy):
         loop.step()
         found["updates"] = (
             sorted({key.split("/")[0] for key in monitor.get_step_metrics()}),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from tests.simulated import AT, DEVICE, Programs, without
-from torch_gradmon.capture.pass_tracker import PassTracker
+from torch_gradmon.capture.hooks import PassTracker
 from torch_gradmon.core.fence import Fence
 from torch_gradmon.testing.simulated import SimulatedGraph
 

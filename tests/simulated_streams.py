@@ -12,8 +12,8 @@ from tests.simulated import AT, DEVICE, Programs, races_of, without
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.moments import ALWAYS
 from torch_gradmon.statistics import on_device
+from torch_gradmon.statistics.eager import measure_precisely
 from torch_gradmon.statistics.on_device import DeviceStatistics
-from torch_gradmon.statistics.precise import measure_precisely
 from torch_gradmon.statistics.request import Batch, Request
 from torch_gradmon.step.buffer import StepBuffer
 from torch_gradmon.testing.simulated import SimulatedTensor

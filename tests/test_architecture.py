@@ -141,14 +141,13 @@ def test_importing_the_package_imports_no_optional_package() -> None:
 
 #: (file, function, call): why it may read a value back
 HOST_READS = {
-    ("statistics.precise", "needs_precise_pass", "bool"): "one flag per call on CPU tensors, where host and device share memory",
-    ("statistics.precise", "needs_precise_pass", "tolist"): "behind that flag, or of one row, on CPU only",
+    ("statistics.eager", "_measure", "tolist"): "rows of a first pass, on CPU only",
+    ("statistics.cpp", "_by_kernel", "tolist"): "rows of the kernel, on CPU only, where one is not finite",
     ("statistics.cpp", "_scale", "item"): "of a scale that is on the CPU",
     ("statistics.eager", "_row", "item"): "sums of a block, on CPU only",
     ("statistics.eager", "_of_block", "item"): "whether a block has small squares, on CPU only",
-    ("statistics.request", "threshold", "float"): "of four bytes, not of a tensor",
+    ("statistics.request", "threshold", "float"): "of a number made on the host, once",
     ("statistics.request", "threshold_of_squares", "float"): "of a number made on the host, once",
-    ("capture.parameters", "_rows", "to cpu"): "numbers of rows, made on the host",
     ("capture.module_source", "_needs_reference", "bool"): "whether a reference is set",
     ("capture.module_source", "_accumulates", "bool"): "of a list",
     ("capture.module_source", "has_removable_hooks", "bool"): "of a dict",

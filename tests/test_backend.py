@@ -23,8 +23,7 @@ from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity
 from torch_gradmon.statistics import cpp, kernel_build
 from torch_gradmon.statistics.cpp import CppStatistics, Kernel, compiled, found
 from torch_gradmon.statistics.dispatch import Statistics
-from torch_gradmon.statistics.eager import SMALL, EagerStatistics
-from torch_gradmon.statistics.precise import inner_product
+from torch_gradmon.statistics.eager import SMALL, EagerStatistics, inner_product
 from torch_gradmon.statistics.request import DEFAULT_EPS
 
 pytestmark = pytest.mark.thorough
@@ -120,7 +119,7 @@ class TestCompiled:
     def test_random_numbers(self, fused: CppStatistics, dtype: torch.dtype, size: int) -> None:
         x = (torch.randn(size) * 1e-3).to(dtype)
         x[::7] = 0
-        oracle.check(views(fused.measure([x])[0]), x)
+        oracle.check(views(oracle.measured(fused, [x])[0]), x)
         row = fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS)
         if row is not None:  # None: somebody has to look closer
             oracle.check(views(torch.tensor(row, dtype=torch.float64)), x)
@@ -175,7 +174,7 @@ class TestCompiled:
             padded = torch.zeros(len(wanted), place + 1, dtype=dtype)
             padded[:, 0] = wanted
             table = [row.contiguous() for row in padded]
-            rows = fused.measure(table)
+            rows = oracle.measured(fused, table)
             assert torch.equal(rows[:, Column.SUM], wanted.double())
             assert torch.equal(rows[:, Column.ABS_SUM], wanted.double().abs())
 
@@ -196,10 +195,10 @@ class TestCompiled:
             torch.zeros(50),
             torch.empty(0),
         ]
-        alone = [fused.measure([x])[0] for x in table]
+        alone = [oracle.measured(fused, [x])[0] for x in table]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fused, "_kernel", fused._kernel._replace(rows=counted))
-            rows = fused.measure(table)
+            rows = oracle.measured(fused, table)
             assert calls == [1]
             assert fused.row_of(far, ALL_COLUMNS, DEFAULT_EPS) == rows[1].tolist()
             assert fused.row_of(table[3], ALL_COLUMNS, DEFAULT_EPS) is None
@@ -214,12 +213,12 @@ class TestCompiled:
     def test_memory_that_is_not_aligned(self, fused: CppStatistics, offset: int) -> None:
         for dtype in NARROW:
             x = torch.randn(10_000).to(dtype)[offset:]
-            oracle.check(views(fused.measure([x])[0]), x)
+            oracle.check(views(oracle.measured(fused, [x])[0]), x)
 
     def test_a_negative_view_has_its_own_sign(self, fused: CppStatistics) -> None:
         x = torch._neg_view(torch.rand(1000) + 1)
         assert fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS) is None
-        oracle.check(views(fused.measure([x])[0]), x)
+        oracle.check(views(oracle.measured(fused, [x])[0]), x)
 
     @pytest.mark.parametrize("size", [100, 100_000, 1_000_003], ids=str)
     def test_the_row_is_the_same_to_the_bit_alone_together_and_with_any_threads(self, fused: CppStatistics, size: int) -> None:
@@ -229,7 +228,7 @@ class TestCompiled:
             for number in (1, 2, 3):
                 torch.set_num_threads(number)
                 assert fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS) == alone
-                together = fused.measure([torch.randn(7), x, torch.randn(300_000), x])
+                together = oracle.measured(fused, [torch.randn(7), x, torch.randn(300_000), x])
                 assert together[1].tolist() == together[3].tolist() == alone
         finally:
             torch.set_num_threads(threads)
@@ -239,28 +238,31 @@ class TestCompiled:
         scale = torch.tensor(0.37)
         tensors = [torch.randn(size).to(dtype) for size in (65_535, 65_537, 131_073, 196_650)]
         less = [torch.randn_like(x) for x in tensors]
-        for row, x, y in zip(fused.measure(tensors, minus=less), tensors, less, strict=True):
+        for row, x, y in zip(oracle.measured(fused, tensors, minus=less), tensors, less, strict=True):
             oracle.check(views(row), x.float() - y.float())
-        for row, x in zip(fused.measure(tensors, inverse_scale=scale), tensors, strict=True):
+        for row, x in zip(oracle.measured(fused, tensors, inverse_scale=scale), tensors, strict=True):
             oracle.check(views(row), x.float() * scale)
 
     @pytest.mark.parametrize("value", [0.1, -7e-5, 123.4, 1e-25, 1e25, 0.0])
     def test_constants_large_and_tiny(self, fused: CppStatistics, value: float) -> None:
         x = torch.full((1_000_000,), value)
-        oracle.check(views(fused.measure([x])[0]), x)
+        oracle.check(views(oracle.measured(fused, [x])[0]), x)
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
     def test_nan_and_inf(self, fused: CppStatistics, bad: float) -> None:
         x = torch.randn(200_000)
         x[77_777] = bad
-        oracle.check(views(fused.measure([x])[0]), x)
+        oracle.check(views(oracle.measured(fused, [x])[0]), x)
 
     @pytest.mark.parametrize("dtype", NARROW, ids=str)
     @pytest.mark.parametrize("size", [9, 300, 500_000, 3_000_000], ids=str)
     def test_a_small_std_beside_a_large_mean(self, fused: CppStatistics, size: int, dtype: torch.dtype) -> None:
         for spread in (1e-4, 0.0):
             x = (0.1 + spread * torch.randn(size)).to(dtype)
-            for row in (fused.measure([x])[0], torch.tensor(fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS), dtype=torch.float64)):
+            for row in (
+                oracle.measured(fused, [x])[0],
+                torch.tensor(fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS), dtype=torch.float64),
+            ):
                 oracle.check(views(row), x)
 
     def test_near_zero_in_real_numbers(self, fused: CppStatistics) -> None:
@@ -271,27 +273,27 @@ class TestCompiled:
             limit = torch.nextafter(limit, torch.tensor(0.0))
         x = torch.full((51_200,), float(limit))
         x[:100] = torch.nextafter(limit, torch.tensor(1.0))
-        assert fused.measure([x])[0, Column.NEAR_ZERO] == 51_100
+        assert oracle.measured(fused, [x])[0, Column.NEAR_ZERO] == 51_100
 
     def test_many_kinds_at_once(self, fused: CppStatistics) -> None:
         wanted = torch.randn(300, 400)
         sparse = torch.sparse_coo_tensor([[1, 3]], [2.0, 5.0], (100,))
         tensors = [wanted, torch.randn(5), torch.randn(SMALL * 2).double(), wanted.t(), wanted[:, ::2], torch.empty(0), sparse]
-        rows = fused.measure(tensors)
+        rows = oracle.measured(fused, tensors)
         for row, x in zip(rows, tensors, strict=True):
             oracle.check(views(row), x.to_dense())
         tensors.pop()
         less = [torch.randn_like(x) for x in tensors]
-        for row, x, y in zip(fused.measure(tensors, minus=less), tensors, less, strict=True):
+        for row, x, y in zip(oracle.measured(fused, tensors, minus=less), tensors, less, strict=True):
             oracle.check(views(row), x.double() - y.double())
         scale = torch.tensor(0.125)
-        for row, x in zip(fused.measure(tensors, inverse_scale=scale), tensors, strict=True):
+        for row, x in zip(oracle.measured(fused, tensors, inverse_scale=scale), tensors, strict=True):
             oracle.check(views(row), x.double() * 0.125)
 
     @pytest.mark.parametrize("columns", [{Column.SQUARE_SUM}, {Column.SUM, Column.MAX}, {Column.NEAR_ZERO}, set()], ids=str)
     def test_any_columns_of_any_size(self, fused: CppStatistics, columns: set[Column]) -> None:
         tensors = [torch.randn(size) for size in (200_001, 200_192, 256 * 800, 7)]
-        rows, every = fused.measure(tensors, frozenset(columns)), fused.measure(tensors)
+        rows, every = oracle.measured(fused, tensors, frozenset(columns)), oracle.measured(fused, tensors)
         wanted = sorted({*columns, Column.COUNT, Column.NONFINITE})
         torch.testing.assert_close(rows[:, wanted], every[:, wanted], rtol=1e-6, atol=0)
 
@@ -299,9 +301,9 @@ class TestCompiled:
         scale = torch.tensor(0.37)
         for dtype in NARROW:
             x, y = torch.randn(70_001).to(dtype), torch.randn(70_001).to(dtype)
-            oracle.check(views(fused.measure([x], inverse_scale=scale)[0]), x.float() * scale)
-            oracle.check(views(fused.measure([x], minus=[y])[0]), x.float() - y.float())
-            both = fused.measure([x], inverse_scale=scale, minus=[y])[0]
+            oracle.check(views(oracle.measured(fused, [x], inverse_scale=scale)[0]), x.float() * scale)
+            oracle.check(views(oracle.measured(fused, [x], minus=[y])[0]), x.float() - y.float())
+            both = oracle.measured(fused, [x], inverse_scale=scale, minus=[y])[0]
             oracle.check(views(both), x.float() * scale - y.float())
             row = fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS, scale)
             assert row is not None
@@ -309,22 +311,22 @@ class TestCompiled:
 
     def test_a_difference_to_another_dtype(self, fused: CppStatistics) -> None:
         x, y = torch.randn(1000).bfloat16(), torch.randn(1000)
-        oracle.check(views(fused.measure([x], minus=[y])[0]), x.float() - y)
+        oracle.check(views(oracle.measured(fused, [x], minus=[y])[0]), x.float() - y)
 
     def test_a_partner_of_another_shape_is_refused_as_by_stock_operations(self, fused: CppStatistics) -> None:
         with pytest.raises(RuntimeError, match="size"):
-            fused.measure([torch.randn(300_000)], minus=[torch.randn(10)])
+            oracle.measured(fused, [torch.randn(300_000)], minus=[torch.randn(10)])
 
     def test_a_scaled_difference_is_rounded_as_torch_rounds_it(self, fused: CppStatistics) -> None:
         x, scale = torch.randn(100_000), torch.tensor(0.37)
-        row = fused.measure([x], inverse_scale=scale, minus=[x * scale])[0]
+        row = oracle.measured(fused, [x], inverse_scale=scale, minus=[x * scale])[0]
         assert row[Column.ABS_SUM] == 0
 
     def test_the_row_is_the_same_whatever_columns_are_asked_for(self, fused: CppStatistics) -> None:
         x = torch.randn(10_000) + 3  # looked at twice, since the mean is large
         for columns in ({Column.SQUARE_SUM}, {Column.SUM, Column.SQUARE_SUM}, ALL_COLUMNS):
-            assert fused.measure([x], frozenset(columns))[0].tolist() == fused.row_of(x, frozenset(columns), DEFAULT_EPS)
-            assert torch.equal(fused.measure([x], frozenset(columns)), fused.measure([x]))
+            assert oracle.measured(fused, [x], frozenset(columns))[0].tolist() == fused.row_of(x, frozenset(columns), DEFAULT_EPS)
+            assert torch.equal(oracle.measured(fused, [x], frozenset(columns)), oracle.measured(fused, [x]))
 
     def test_all_threads_take_subnormal_numbers_for_what_the_caller_does(self, fused: CppStatistics) -> None:
         x, threads = torch.full((4_000_000,), 1e-40), torch.get_num_threads()
@@ -347,7 +349,7 @@ class TestCompiled:
     def test_it_makes_no_copy(self, fused: CppStatistics) -> None:
         x = torch.randn(5_000_000)
         with _Passes() as passes:
-            fused.measure([x], minus=[torch.ones_like(x)])  # looked at twice, since the mean is large
+            oracle.measured(fused, [x], minus=[torch.ones_like(x)])  # looked at twice, since the mean is large
         assert passes.made <= x.numel() + 100  # the ones
 
     @pytest.mark.slow
@@ -360,7 +362,8 @@ class TestCompiled:
             (x @ x, x.exp().sum())
             tiny, before = torch.full((64,), 1e-40), threads()
             from torch_gradmon.statistics.cpp import CppStatistics, compiled
-            CppStatistics(compiled()).measure([x] * 4)
+            from torch_gradmon.statistics.request import Request
+            CppStatistics(compiled()).rows([x] * 4, Request())
             assert (tiny * 1.0).gt(0).all()
             assert threads() == before, (before, threads())
             assert "torch._inductor.codecache" not in sys.modules
@@ -417,9 +420,9 @@ def test_every_build_of_the_kernel_gives_the_same_bits(portable: None, tmp_path:
     zeros = torch.ones(1024)
     zeros[16:32], zeros[512:528] = 0.0, -0.0  # whichever of the two is read first
     calls = [
-        lambda each: each.measure([*tensors, zeros, -zeros]),
-        lambda each: each.measure(wide),
-        lambda each: each.measure(tensors, minus=others),
+        lambda each: oracle.measured(each, [*tensors, zeros, -zeros]),
+        lambda each: oracle.measured(each, wide),
+        lambda each: oracle.measured(each, tensors, minus=others),
         lambda each: each.inner_products(tensors, others),
     ]
     for call in calls:
@@ -475,10 +478,10 @@ def test_a_compiler_that_does_not_know_the_processor_or_that_fails(monkeypatch: 
     monkeypatch.setenv("CXX", str(apple))
     compiled.cache_clear()
     x = torch.randn(1_000_000)
-    oracle.check(views(CppStatistics(compiled()).measure([x])[0]), x)
+    oracle.check(views(oracle.measured(CppStatistics(compiled()), [x])[0]), x)
     monkeypatch.setenv("CXX", f"{shutil.which('g++')} -D_GLIBCXX_ASSERTIONS")  # as hardened compilers have it
     compiled.cache_clear()
-    oracle.check(views(CppStatistics(compiled()).measure([x])[0]), x)
+    oracle.check(views(oracle.measured(CppStatistics(compiled()), [x])[0]), x)
     for name, words in ((str(broken), "the words of the compiler"), ("/nowhere/g++ -m64", r"\$CXX .*not found.*/nowhere/g\+\+")):
         monkeypatch.setenv("CXX", name)
         compiled.cache_clear()
@@ -512,9 +515,9 @@ class _Passes(torch.utils._python_dispatch.TorchDispatchMode):
 def test_a_thousand_small_tensors_cost_a_few_calls_each_chunk() -> None:
     tensors = [torch.randn(900 + index % 200) for index in range(1000)]
     eager = EagerStatistics()
-    eager.measure(tensors)
+    oracle.measured(eager, tensors)
     with _Passes() as passes:
-        eager.measure(tensors)
+        oracle.measured(eager, tensors)
     assert passes.calls < 1000  # where a loop over tensors would take six thousand
     assert passes.made < 0.2 * sum(x.numel() for x in tensors)
 
@@ -522,9 +525,9 @@ def test_a_thousand_small_tensors_cost_a_few_calls_each_chunk() -> None:
 def test_a_large_tensor_is_read_a_handful_of_times_and_never_copied() -> None:
     x = torch.randn(8_000_000)
     eager = EagerStatistics()
-    eager.measure([x])
+    oracle.measured(eager, [x])
     with _Passes() as passes:
-        eager.measure([x])
+        oracle.measured(eager, [x])
     assert passes.read <= 8.1 * x.numel()
     assert passes.made < 0.03 * x.numel()  # the sums of its runs, in both widths
 
@@ -533,7 +536,7 @@ def test_what_nobody_asked_for_is_not_computed() -> None:
     x = torch.randn(2_000_000)
     eager = EagerStatistics()
     with _Passes() as passes:
-        eager.measure([x], frozenset({Column.SQUARE_SUM}))
+        oracle.measured(eager, [x], frozenset({Column.SQUARE_SUM}))
     assert passes.read <= 1.05 * x.numel()
 
 
@@ -541,9 +544,9 @@ def test_what_nobody_asked_for_is_not_computed() -> None:
 def test_a_row_does_not_depend_on_what_is_measured_beside_it(others: int) -> None:
     tensors = [torch.randn(size) for size in (3, 256, 257, 5000, SMALL, SMALL + 1, 700_000)]
     eager = EagerStatistics()
-    alone = torch.cat([eager.measure([x]) for x in tensors])
+    alone = torch.cat([oracle.measured(eager, [x]) for x in tensors])
     more = [torch.randn(torch.randint(1, 3000, ()).item()) for _ in range(others)]  # type: ignore[call-overload]
-    together = eager.measure([*more, *tensors])[others:]
+    together = oracle.measured(eager, [*more, *tensors])[others:]
     assert torch.equal(alone, together)
-    some = EagerStatistics().measure(tensors, frozenset({Column.SUM, Column.SQUARE_SUM}))
+    some = oracle.measured(EagerStatistics(), tensors, frozenset({Column.SUM, Column.SQUARE_SUM}))
     assert torch.equal(some[:, [Column.SUM, Column.SQUARE_SUM]], alone[:, [Column.SUM, Column.SQUARE_SUM]])

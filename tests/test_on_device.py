@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from torch_gradmon.capture import module_values
-from torch_gradmon.capture.parameters import copies
+from torch_gradmon.capture.gradients import copies
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS, ALWAYS, Column
 from torch_gradmon.statistics import on_device
+from torch_gradmon.statistics.eager import inner_product, measure_precisely
 from torch_gradmon.statistics.on_device import DeviceStatistics
-from torch_gradmon.statistics.precise import inner_product, measure_precisely
 from torch_gradmon.statistics.request import Batch, Request
 from torch_gradmon.step.buffer import StepBuffer
 

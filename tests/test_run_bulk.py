@@ -21,9 +21,9 @@ from torch_gradmon.runs import format as f
 from torch_gradmon.runs.log import BLOCK
 from torch_gradmon.runs.reader import _STEPS, RunReader, StatsSeries
 from torch_gradmon.runs.writer import RunWriter
-from torch_gradmon.statistics.eager import measure
 
 from .families import BY_NAME
+from .oracle import measure
 from .stored_runs import ROWS, VALUES, bytes_read
 
 pytestmark = pytest.mark.thorough

@@ -22,9 +22,9 @@ from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs.log import LogWriter
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes import MedianMad
-from torch_gradmon.statistics.eager import measure
 
 from .families import BY_NAME
+from .oracle import measure
 
 
 def _same(stored: float, live: float) -> bool:

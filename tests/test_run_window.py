@@ -20,10 +20,10 @@ from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs import reader as window
 from torch_gradmon.runs.reader import COUNT, RunReader, single_threaded
 from torch_gradmon.runs.writer import RunWriter
-from torch_gradmon.statistics.eager import measure
 from torch_gradmon.step.plan import evaluate_view
 
 from .families import BY_NAME
+from .oracle import measure
 
 
 def values_of(run: RunReader, step: int) -> dict[str, float]:

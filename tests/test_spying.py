@@ -8,7 +8,7 @@ import pickle
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_gradmon.capture.attention import ATTENTION_PATCH, CallObserver
+from torch_gradmon.capture.attention import ATTENTION_PATCH
 
 ORIGINAL = F.scaled_dot_product_attention  # a name of this module, where the replacement will be too
 Q = torch.randn(1, 2, 3, 4)
@@ -32,9 +32,22 @@ def elsewhere() -> Iterator[Any]:
     del sys.modules[module.__name__]
 
 
+class CallObserver:
+    """Observes the calls that one thread makes, between :meth:`enter` and :meth:`leave`, as a recorder of attention does."""
+
+    def __init__(self, saw: Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]) -> None:
+        self._observer, self._kept = lambda: saw, None
+
+    def enter(self) -> None:
+        self._kept = ATTENTION_PATCH.add(self._observer)
+
+    def leave(self) -> None:
+        ATTENTION_PATCH.discard(self._observer)
+
+
 def spying() -> tuple[CallObserver, list[Any]]:
     seen: list[Any] = []
-    return CallObserver(ATTENTION_PATCH, lambda args, kwargs, result: seen.append((len(args), kwargs, result))), seen
+    return CallObserver(lambda args, kwargs, result: seen.append((len(args), kwargs, result))), seen
 
 
 def test_it_sees_calls_by_every_name_and_goes_without_a_trace(elsewhere: Any) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import oracle
+from tests.oracle import measure, measured
 from torch_gradmon.core.errors import NotMeasurable
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity, merge, merge_by_group
-from torch_gradmon.statistics.eager import CPU_BLOCK, EagerStatistics, measure
-from torch_gradmon.statistics.precise import inner_product, needs_precise_pass
+from torch_gradmon.statistics.eager import CPU_BLOCK, EagerStatistics, inner_product, needs_precise_pass
 
 INF, NAN = math.inf, math.nan
 
@@ -348,13 +348,13 @@ def test_a_transform_leaves_no_trace_in_later_calls(size: int) -> None:
 
     def inside(x: Tensor) -> Tensor:
         with pytest.raises(NotMeasurable, match=r"inside a torch\.func transform"):
-            eager.measure([plain])
+            measured(eager, [plain])
         return x.sum()
 
     torch.func.grad(inside)(torch.ones(3))
     with FakeTensorMode(), contextlib.suppress(Exception):
-        eager.measure([plain])
-    oracle.check(views(eager.measure([plain])[0]), plain)
+        measured(eager, [plain])
+    oracle.check(views(measured(eager, [plain])[0]), plain)
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_one_row_is_doubted_as_among_many(values: list[list[float]], counts: lis
         dtype=torch.float64,
     )
     rows = torch.cat([rows, identity(1)])  # and an empty tensor
-    alone = [needs_precise_pass(row.unsqueeze(0), columns) for row in rows]
-    together = needs_precise_pass(rows, columns)
+    alone = [needs_precise_pass([row], columns) for row in rows.tolist()]
+    together = needs_precise_pass(rows.tolist(), columns)
     for kind in range(2):
         assert [number for number, found in enumerate(alone) if found[kind]] == together[kind]

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.test_spying import CallObserver
 from tests.watching import watch_with
 from torch_gradmon.capture import measurer, reference
-from torch_gradmon.capture.attention import ATTENTION_PATCH, CallObserver
+from torch_gradmon.capture.attention import ATTENTION_PATCH
 from torch_gradmon.core.torch_modes import SharedContext
 from torch_gradmon.plugins.setup_check import Followed, MadeInForward
 
@@ -142,7 +143,7 @@ def test_hooks_work_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatc
 def test_patch_waits_for_the_compiler_of_another_thread() -> None:
     from torch._dynamo.convert_frame import compile_lock
 
-    observer, entered = CallObserver(ATTENTION_PATCH, lambda *_: None), threading.Event()
+    observer, entered = CallObserver(lambda *_: None), threading.Event()
     thread = threading.Thread(target=lambda: (observer.enter(), entered.set()), daemon=True)
     with compile_lock:
         thread.start()
@@ -160,7 +161,7 @@ def test_patch_of_other_threads_is_gone_in_a_fork() -> None:
 
     inside, done = threading.Event(), threading.Event()
     seen: list[object] = []
-    observer = CallObserver(ATTENTION_PATCH, lambda *_: seen.append(1))
+    observer = CallObserver(lambda *_: seen.append(1))
 
     def forward() -> None:
         observer.enter()
@@ -173,7 +174,7 @@ def test_patch_of_other_threads_is_gone_in_a_fork() -> None:
     thread.start()
     assert inside.wait(30)
     if not (child := os.fork()):
-        own = CallObserver(ATTENTION_PATCH, lambda *_: None)
+        own = CallObserver(lambda *_: None)
         was_restored = F.scaled_dot_product_attention is ORIGINAL[0]
         own.enter()  # the lock that the other thread held is not there either
         own.leave()

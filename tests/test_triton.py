@@ -22,8 +22,9 @@ pytest.importorskip("numpy")
 
 from torch_gradmon.core.errors import GradmonWarning, NotMeasurable, WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity
-from torch_gradmon.statistics import eager, triton
+from torch_gradmon.statistics import triton
 from torch_gradmon.statistics.dispatch import Statistics
+from torch_gradmon.statistics.eager import EagerStatistics
 from torch_gradmon.statistics.request import DEFAULT_EPS
 from torch_gradmon.statistics.triton import CHUNK, TritonStatistics, supports
 
@@ -42,7 +43,7 @@ BLOCKS = 5003
 
 
 def measure(tensors: Sequence[Tensor], **options: Any) -> Tensor:
-    return TritonStatistics().measure(tensors, **options)
+    return oracle.measured(TritonStatistics(), tensors, **options)
 
 
 def check(rows: Tensor, tensors: Sequence[Tensor], eps: float = DEFAULT_EPS) -> None:
@@ -73,7 +74,7 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> Tensor:
         raise AssertionError("measured with stock operations")
 
-    monkeypatch.setattr(eager, "measure", refuse)
+    monkeypatch.setattr(EagerStatistics, "rows", refuse)
 
 
 # --- values ------------------------------------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def test_what_the_kernels_leave_is_measured_all_the_same(make: Callable[[], Tens
     x = make()
     assert not supports(x)
     for row in (measure([random(3), x, random(4)])[1:2], measure([x])):
-        torch.testing.assert_close(row, eager.measure([x]), rtol=1e-12, atol=0, equal_nan=True)
+        torch.testing.assert_close(row, oracle.measure([x]), rtol=1e-12, atol=0, equal_nan=True)
 
 
 @pytest.mark.usefixtures("no_fallback")
@@ -299,7 +300,7 @@ def test_views_that_start_and_end_anywhere(dtype: torch.dtype) -> None:
 def test_each_kind_has_its_row_in_its_place() -> None:
     tensors = [make() for pair in zip(LEFT.values(), TAKEN.values(), strict=False) for make in pair]
     rows = measure(tensors)
-    torch.testing.assert_close(rows, eager.measure(tensors), rtol=1e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(rows, oracle.measure(tensors), rtol=1e-6, atol=1e-6, equal_nan=True)
     assert rows[:, Column.COUNT].tolist() == [x.numel() * (2 if x.is_complex() else 1) for x in tensors]
     assert measure([]).equal(identity(0))
 
@@ -322,10 +323,10 @@ def test_autocast_grad_mode_and_inference_mode_change_nothing() -> None:
     tensors = [random(1000).requires_grad_(), random(9)[::2]]
     statistics = TritonStatistics()
     with torch.inference_mode():
-        plain = statistics.measure(tensors)
+        plain = oracle.measured(statistics, tensors)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        assert statistics.measure(tensors).equal(plain)
-    assert not statistics.measure(tensors).requires_grad
+        assert oracle.measured(statistics, tensors).equal(plain)
+    assert not oracle.measured(statistics, tensors).requires_grad
 
 
 # --- tables and launches -----------------------------------------------------------------------------------------------------
@@ -349,24 +350,24 @@ def test_tables_are_made_once_and_the_addresses_anew_when_a_tensor_moved(uploads
     statistics = TritonStatistics()
     model = nn.ParameterList([random(3), random(40, 5)])
     for _ in range(3):
-        check(statistics.measure(list(model)), list(model))
+        check(oracle.measured(statistics, list(model)), list(model))
     assert uploads == [10, 4]  # five numbers for the size of each of the two, and two for its address
     model[1].data.mul_(2)
-    check(statistics.measure(list(model)), list(model))
+    check(oracle.measured(statistics, list(model)), list(model))
     assert len(uploads) == 2
     seen = [model[1].data]  # alive, so that no other tensor comes to lie where it was
     model[1].data = model[1].data.clone()
-    check(statistics.measure(list(model)), list(model))
+    check(oracle.measured(statistics, list(model)), list(model))
     assert uploads[2:] == [4]
     seen.append(model[1].data)
     model[1].data = random(41, 5)
-    check(statistics.measure(list(model)), list(model))
+    check(oracle.measured(statistics, list(model)), list(model))
     assert uploads[3:] == [10, 4]
 
 
 def test_another_eps_is_noticed() -> None:
     statistics, x = TritonStatistics(), torch.tensor([0.1, 0.2, 0.3], device=DEVICE)
-    assert [statistics.measure([x], eps=eps)[0, Column.NEAR_ZERO].item() for eps in (0.15, 0.25, 0.15)] == [1, 2, 1]
+    assert [oracle.measured(statistics, [x], eps=eps)[0, Column.NEAR_ZERO].item() for eps in (0.15, 0.25, 0.15)] == [1, 2, 1]
 
 
 def test_tables_do_not_pile_up_and_keep_no_tensor(monkeypatch: pytest.MonkeyPatch, uploads: list[int]) -> None:
@@ -376,8 +377,8 @@ def test_tables_do_not_pile_up_and_keep_no_tensor(monkeypatch: pytest.MonkeyPatc
     for size in range(1, 12):
         x = random(size)
         alive.append(weakref.ref(x))
-        statistics.measure([x, x], minus=[x, x])
-        statistics.measure(often)
+        oracle.measured(statistics, [x, x], minus=[x, x])
+        oracle.measured(statistics, often)
     del x
     assert not [reference for reference in alive if reference() is not None]
     assert sum(len(numbers) for _, numbers, *_ in statistics._cached) == statistics._size <= 30
@@ -386,10 +387,10 @@ def test_tables_do_not_pile_up_and_keep_no_tensor(monkeypatch: pytest.MonkeyPatc
 
 def test_rows_of_an_earlier_call_stay() -> None:
     statistics, x = TritonStatistics(), random(100)
-    first = statistics.measure([x])
+    first = oracle.measured(statistics, [x])
     before = first.clone()
     x.mul_(3)
-    second = statistics.measure([x])
+    second = oracle.measured(statistics, [x])
     assert first.equal(before)
     assert not second.equal(before)
 
@@ -433,10 +434,10 @@ def test_where_the_kernels_fail_it_is_said_once_and_stock_operations_measure(mon
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_starts_anew(duplicate: Callable[[TritonStatistics], TritonStatistics]) -> None:
     statistics, x = TritonStatistics(), random(10)
-    statistics.measure([x])
+    oracle.measured(statistics, [x])
     other = duplicate(statistics)
     assert not other._cached
-    check(other.measure([x]), [x])
+    check(oracle.measured(other, [x]), [x])
 
 
 # --- on a device -------------------------------------------------------------------------------------------------------------
@@ -491,9 +492,9 @@ def test_the_device_is_not_waited_for(synchronising_is_an_error: Callable[[], No
     tensors = [random(size, dtype=dtype) for dtype in DTYPES for size in (0, 5, CHUNK + 1)]
     moved, longer = [x.clone() for x in tensors], [torch.cat([x, x]) for x in tensors]
     scale = torch.tensor(0.5, device=DEVICE)
-    statistics.measure(tensors, inverse_scale=scale)  # compiles
+    oracle.measured(statistics, tensors, inverse_scale=scale)  # compiles
     synchronising_is_an_error()
-    rows = [statistics.measure(each, inverse_scale=scale) for each in (tensors, moved, longer, tensors)]
+    rows = [oracle.measured(statistics, each, inverse_scale=scale) for each in (tensors, moved, longer, tensors)]
     torch.cuda.set_sync_debug_mode("default")
     for row, each in zip(rows, (tensors, moved, longer, tensors), strict=True):
         check(row, [x * 0.5 for x in each])
@@ -503,10 +504,10 @@ def test_the_device_is_not_waited_for(synchronising_is_an_error: Callable[[], No
 def test_no_memory_is_taken_in_the_steady_state() -> None:
     statistics = TritonStatistics()
     tensors = [random(size) for size in (5, CHUNK, 3 * CHUNK)]
-    statistics.measure(tensors)
+    oracle.measured(statistics, tensors)
     before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     for _ in range(50):
-        statistics.measure(tensors)
+        oracle.measured(statistics, tensors)
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (before, reserved)
 
 
@@ -517,18 +518,18 @@ def test_a_cuda_graph_measures_anew_with_each_replay_whatever_runs_between() -> 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        statistics.measure(tensors)
+        oracle.measured(statistics, tensors)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made_inside = [x * 2 for x in tensors]
-        rows = statistics.measure([*tensors, *made_inside])
+        rows = oracle.measured(statistics, [*tensors, *made_inside])
     for _ in range(3):
         for x in tensors:
             x.copy_(random(len(x), dtype=x.dtype))
         # of five numbers each: they push every table out of the cache, and its memory goes to others
         for size in range(1, triton._CACHED // 5 + 100):
-            statistics.measure([random(size)])
+            oracle.measured(statistics, [random(size)])
         graph.replay()
         check(rows, [*tensors, *(x * 2 for x in tensors)])
 
@@ -541,7 +542,7 @@ def test_each_stream_has_tables_of_its_own() -> None:
     rows = []
     for stream in streams:
         with torch.cuda.stream(stream):
-            rows.append(statistics.measure(tensors))
+            rows.append(oracle.measured(statistics, tensors))
     torch.cuda.synchronize()
     for row in rows:
         check(row, tensors)

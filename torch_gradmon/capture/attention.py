@@ -8,11 +8,13 @@ import os
 import sys
 import threading
 import time
+import traceback
 import types
 import typing
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -35,8 +37,8 @@ from .module_values import ModuleValues
 
 # --- A function that is replaced while somebody observes it ---
 
-
-_Saw = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]
+#: Returns what is called with the arguments, keyword arguments and result of a call, such as a weak method; None once it is gone.
+_Observer = Callable[[], Callable[[tuple[Any, ...], Mapping[str, Any], Any], None] | None]
 
 
 class FunctionPatch:
@@ -51,8 +53,8 @@ class FunctionPatch:
 
     def __init__(self, home: types.ModuleType, name: str) -> None:
         self._home, self._name = home, name
-        # the thread of each; changed by single operations, since an observer may go when garbage is collected, at any point
-        self._observers: dict[CallObserver, int] = {}
+        # each with its thread, by id; changed by single operations, since one may go when garbage is collected, at any point
+        self._observers: dict[int, tuple[_Observer, int]] = {}
         self._lock, self._is_forked = threading.RLock(), False
         self._places: list[tuple[dict[str, Any], str]] = []
         self._searched = 0
@@ -61,24 +63,26 @@ class FunctionPatch:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forked)
 
-    def add(self, observer: CallObserver) -> _Observed:
-        """Report calls of this thread to ``observer`` until :meth:`discard`. Returns the replacement, which it has to keep."""
-        self._observers[observer] = threading.get_ident()
+    def add(self, observer: _Observer) -> _Observed:
+        """Report calls of this thread to ``observer`` until :meth:`discard`. Returns the replacement, which it has to keep, so that code
+        compiled with it stays valid in the next forward.
+        """
+        self._observers[id(observer)] = observer, threading.get_ident()
         with self._no_compilation(), self._lock:
             return self._install()
 
-    def discard(self, observer: CallObserver) -> None:
-        """Report no more calls to ``observer``, and restore the function after the last one. Idempotent."""
-        if self._observers.pop(observer, None) is not None and not self._observers:
+    def discard(self, observer: _Observer) -> None:
+        """Report no more calls to ``observer``, and restore the function after the last one. Idempotent; in any thread."""
+        if self._observers.pop(id(observer), None) is not None and not self._observers:
             with self._no_compilation(), self._lock:
                 self._restore()
 
     def called(self, function: _Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         if self._observers and function is self._last():  # and not another one, which is called by what somebody has put over it
             thread = threading.get_ident()
-            for observer, of_thread in list(self._observers.items()):
-                if of_thread == thread:
-                    observer.saw(args, kwargs, result)
+            for observer, of_thread in list(self._observers.values()):
+                if of_thread == thread and (saw := observer()) is not None:
+                    saw(args, kwargs, result)
 
     def _install(self) -> _Observed:
         current, last = getattr(self._home, self._name), self._last()
@@ -116,7 +120,7 @@ class FunctionPatch:
     def _forked(self) -> None:
         # other threads, and so those who may hold a lock, do not exist in this process
         self._lock, self._is_forked, own = threading.RLock(), True, threading.get_ident()
-        for observer, thread in list(self._observers.items()):
+        for observer, thread in list(self._observers.values()):
             if thread != own:
                 self.discard(observer)
 
@@ -126,26 +130,6 @@ class FunctionPatch:
             sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None
         )
         return contextlib.nullcontext() if lock is None or self._is_forked else lock
-
-
-class CallObserver:
-    """Observes the calls that one thread makes, between :meth:`enter` and :meth:`leave`. A bound ``saw`` is held weakly."""
-
-    def __init__(self, patch: FunctionPatch, saw: _Saw) -> None:
-        self._patch = patch
-        self._saw = weakref.WeakMethod(saw) if isinstance(saw, types.MethodType) else lambda: saw
-        self._kept: _Observed | None = None  # so that code compiled with it stays valid in the next forward
-
-    def enter(self) -> None:
-        self._kept = self._patch.add(self)
-
-    def leave(self) -> None:
-        """Observe no more. Idempotent; in any thread."""
-        self._patch.discard(self)
-
-    def saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        if (saw := self._saw()) is not None:
-            saw(args, kwargs, result)
 
 
 class _Observed:
@@ -186,7 +170,6 @@ ATTENTION_PATCH = FunctionPatch(F, "scaled_dot_product_attention")
 
 # --- What is measured of its calls ---
 
-
 _COLUMNS = frozenset({Column.COUNT, Column.SUM, Column.NONFINITE, Column.MIN, Column.MAX})
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 #: Number of frames above a call in which its module is searched.
@@ -205,8 +188,9 @@ class AttentionRecorder:
         self._metrics: Sequence[Metric] = ()
         self._names: dict[int, str] = {}  # of known modules, and the parts of those that are wrappers, by id
         self._inventory: weakref.ref[ModelIndex] | None = None
-        self._observer = CallObserver(ATTENTION_PATCH, self._saw)
-        weakref.finalize(self, self._observer.leave)  # if a forward was interrupted
+        self._observer = weakref.WeakMethod(self._saw)
+        self._replacement: _Observed | None = None
+        weakref.finalize(self, ATTENTION_PATCH.discard, self._observer)  # if a forward was interrupted
         self._reported: set[str] = set()
         self._observed: set[str] = set()
         self._reason = _NO_CALL
@@ -249,10 +233,10 @@ class AttentionRecorder:
             if is_called_by(COMPILER):
                 self._reason = _NOT_IN_GRAPHS  # torch.compile(model), assigned to another variable
             else:
-                self._observer.enter()
+                self._replacement = ATTENTION_PATCH.add(self._observer)
 
     def leave(self) -> None:
-        self._observer.leave()
+        ATTENTION_PATCH.discard(self._observer)
 
     def _saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
         if self._buffer is None or not self._in_forward():
@@ -274,10 +258,7 @@ class AttentionRecorder:
 
     def _innermost(self) -> str | None:
         """The innermost known module whose method is running, or that is the first argument of a running function."""
-        frame: types.FrameType | None = sys._getframe(2)
-        for _ in range(_SOURCE_DEPTH):
-            if frame is None:
-                return None
+        for frame, _ in islice(traceback.walk_stack(sys._getframe(2)), _SOURCE_DEPTH):
             code = frame.f_code
             if code.co_argcount:
                 values = frame.f_locals
@@ -286,7 +267,6 @@ class AttentionRecorder:
                     values.clear()  # the snapshot would keep all values alive until the frame ends
                 if isinstance(first, nn.Module):
                     return self._names.get(id(first))
-            frame = frame.f_back
         return None
 
     def report(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
@@ -304,7 +284,11 @@ class AttentionRecorder:
             if (reason := refusal(tensor)) is not None:
                 self._reason = f"the attention of {name}: {reason}"
                 return False
-        arguments = _as_attended(dict(arguments))
+        arguments, kind = dict(arguments), arguments["query"].device.type
+        if torch.is_autocast_enabled(kind):  # query, key and value have the dtype that autocast uses for attention
+            narrow = {name: arguments[name] for name in ("query", "key", "value") if name in arguments}
+            dtype = torch.get_autocast_dtype(kind)
+            arguments.update((name, each.to(dtype)) for name, each in narrow.items() if each.dtype in NARROW)
         named = {**named, **{label: arguments[label] for label in named.keys() & arguments.keys()}}
         if any(sources.values()):
             heads = {label: tensor.unbind(dim=-3) for label, tensor in named.items()}
@@ -319,14 +303,3 @@ class AttentionRecorder:
             if not per_head:
                 self._buffer.unshown.update((source, head) for head in heads_of)
         return True
-
-
-def _as_attended(call: dict[str, Any]) -> dict[str, Any]:
-    """Query, key and value in the dtype that autocast uses for attention."""
-    kind = call["query"].device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        for name in ("query", "key", "value"):
-            if name in call and call[name].dtype in NARROW:
-                call[name] = call[name].to(dtype)
-    return call

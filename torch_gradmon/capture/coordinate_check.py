@@ -20,10 +20,9 @@ from ..statistics.request import refusal
 from ..step.buffer import StepBuffer
 from ..step.model_index import ModelIndex
 from .compiled import is_compiled
-from .hooks import COMPILER, Handles, ModuleHook, is_called_by, takes_hooks
+from .hooks import COMPILER, Handles, PassTracker, is_called_by, takes_hooks
 from .measurer import Measurer, untouched_rng
 from .module_values import rest_of, tensors_of
-from .pass_tracker import PassTracker
 from .reference import Note, ReferencePass, ReplayedForward, first_of
 
 # --- The terms of the check for one call of one module ---
@@ -162,18 +161,14 @@ class CoordinateCheck:
             return False
         self._root, self._parts, self._thread = root, self._reference.parts(), threading.get_ident()
         for name in self._wanted(root).keys() & self._parts.keys():
-            self._register(self._parts[name], name, self._part_called, self._part_returned)
+            self._handles.on_calls(self._parts[name], self._of_part, name, first=True)
         return True
 
     def _check(self, root: nn.Module, run: ReplayedForward) -> None:
         """Check modules from now on; ``run`` is that of the whole reference."""
         self.seen, self._frames = True, [_Frame(n.ROOT, run, {})]
         for name, module in self._wanted(root).items():
-            self._register(module, name, self._module_called, self._module_returned)
-
-    def _register(self, module: nn.Module, name: str, called: Callable[..., None], returned: Callable[..., None]) -> None:
-        self._handles.of_module(module.register_forward_pre_hook(ModuleHook(called, name), prepend=True, with_kwargs=True))
-        self._handles.of_module(module.register_forward_hook(ModuleHook(returned, name)))
+            self._handles.on_calls(module, self._of_module, name, first=True)
 
     def wants(self, name: str) -> bool:
         return any(metric.matches(name) for metric in self._metrics)
@@ -200,21 +195,11 @@ class CoordinateCheck:
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
-    def _part_called(self, name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def _of_part(self, begins: bool, name: str, part: nn.Module, args: tuple[Any, ...], value: Any = None) -> None:
         if self._run is not None and threading.get_ident() == self._thread:
-            self._run.called(name, args, kwargs or {})
+            self._run.note_call(begins, name, args, value)
 
-    def _part_returned(self, name: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._run is not None and threading.get_ident() == self._thread:
-            self._run.returned(name, output)
-
-    def _module_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        self._fenced(self._called, name, module, args, kwargs or {})
-
-    def _module_returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._fenced(self._returned, name, module, output)
-
-    def _fenced(self, work: Callable[..., None], name: str, *given: Any) -> None:
+    def _of_module(self, begins: bool, name: str, module: nn.Module, args: tuple[Any, ...], value: Any = None) -> None:
         # not in runs of the reference or replicas of DataParallel
         if not self._frames or self._run is not None or threading.get_ident() != self._thread:
             return
@@ -223,7 +208,10 @@ class CoordinateCheck:
         start = time.perf_counter()
         try:
             with outside_dispatch_modes(), torch.no_grad(), untouched_rng():
-                work(name, *given)
+                if begins:
+                    self._called(name, module, args, value or {})
+                else:
+                    self._returned(name, module, value)
         except Exception as error:
             self._set_absent(name, f"it could not be checked: {type(error).__name__}: {error}")
             self._measurer.complaints.add(f"check:{name}", f"the coordinate check of {name} failed; training continues", error)

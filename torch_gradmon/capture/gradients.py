@@ -1,30 +1,34 @@
-"""Gradients at their three stages: of one micro-batch, before clipping, and as used by the optimizer."""
+"""What an optimizer steps: gradients at their three stages (of one micro-batch, before clipping, and as used by the optimizer), parameters,
+their updates, and the optimizer's state.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core.keys import BATCH_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL
-from ..core.moments import ALWAYS, Column, merge
-from ..statistics.request import accumulator_dtype, dtype_of
+from ..core import keys as n
+from ..core.moments import ALWAYS, SQUARES, Column, merge
+from ..statistics.request import accumulator_dtype, dtype_of, filled
 from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS, GradientSource, ModelIndex, Place, there
 from ..step.plan import SourcePlan
-from .measurer import Measurement, Measurer, version_of
+from .measurer import Measurement, Measurer, OfProducts, version_of
 
 _SQUARES = ALWAYS | {Column.SQUARE_SUM}
 
 
 # --- What a GradScaler has done to the gradients, known without synchronising the device ---
-
 
 _UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is 2
 
@@ -150,7 +154,7 @@ class GradientCapture:
         self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, inventory.source
         self._doubtful = frozenset()
         if doubtful:
-            self._doubtful = frozenset(position for position, name in enumerate(plans[GRADIENT].names) if name in doubtful)
+            self._doubtful = frozenset(position for position, name in enumerate(plans[n.GRADIENT].names) if name in doubtful)
         self._by_batch, self._uncommitted, self._accumulated, self._batches = by_batch, {}, {}, {}
         self._seen, self._held, self._clipped, self._scaled, self._spent, self._passed = {}, {}, {}, False, set(), set()
 
@@ -170,21 +174,21 @@ class GradientCapture:
 
     def rows_now(self, positions: Sequence[int], columns: frozenset[Column]) -> Tensor | None:
         """The rows of these gradients, just measured before clipping; None if one is missing."""
-        plan = self._plans.get(GRADIENT_BEFORE_CLIP)
+        plan = self._plans.get(n.GRADIENT_BEFORE_CLIP)
         gradients = self._gradients(positions)
         if self._buffer is None or plan is None or self._scaled or not gradients or not columns - ALWAYS <= plan.columns:
             return None
-        placed = self._buffer.names_of(GRADIENT_BEFORE_CLIP)
+        placed = self._buffer.names_of(n.GRADIENT_BEFORE_CLIP)
         names = [plan.names[p] for p in gradients]
         if not placed.issuperset(names) or len({gradient.device for gradient in gradients.values()}) > 1:
             return None
-        return self._buffer.rows_of(GRADIENT_BEFORE_CLIP, names)
+        return self._buffer.rows_of(n.GRADIENT_BEFORE_CLIP, names)
 
     def end(self) -> None:
         if self._buffer is not None:
             for number, rows in enumerate(self._batches.values()):
                 name = f"{self._measurer.ranks.rank}/{number}"
-                self._buffer.merge_rows(BATCH_GRADIENT, [name], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
+                self._buffer.merge_rows(n.BATCH_GRADIENT, [name], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
         self._buffer, self._seen, self._held = None, {}, {}
         self._uncommitted, self._accumulated, self._batches = {}, {}, {}
 
@@ -196,7 +200,7 @@ class GradientCapture:
         """Measure one parameter's gradient of one backward pass. It counts once it is committed: ``torch.autograd.grad``, as in gradient
         penalties, calls this too, but accumulates nothing.
         """
-        plan = self._plans.get(GRADIENT_LOCAL)
+        plan = self._plans.get(n.GRADIENT_LOCAL)
         if self._buffer is None or plan is None or gradient is None:
             return
         held = StepBuffer(self._buffer.step, self._measurer.complaints)
@@ -213,10 +217,10 @@ class GradientCapture:
         # DDP may have replaced the gradient by a view of its bucket, which is the same gradient
         if accumulated is not None and accumulated() is not parameter.grad and not parameter.grad._is_view():
             # the gradient accumulated before was discarded, and so are its micro-batches
-            self._buffer.clear(GRADIENT_LOCAL, [self._plans[GRADIENT_LOCAL].names[position]])
+            self._buffer.clear(n.GRADIENT_LOCAL, [self._plans[n.GRADIENT_LOCAL].names[position]])
             self._batches = {each: rows for each, rows in self._batches.items() if each == task}
         self._accumulated[position] = weakref.ref(parameter.grad)
-        if self._by_batch and (rows := held.parts_of(GRADIENT_LOCAL)):
+        if self._by_batch and (rows := held.parts_of(n.GRADIENT_LOCAL)):
             self._batches.setdefault(task, []).extend(rows)
         self._buffer.absorb(held)
 
@@ -226,7 +230,7 @@ class GradientCapture:
         if self._buffer is not None and self._doubtful:
             # a gradient is no sign of it: zero_grad(set_to_none=False) leaves one to a layer that stays frozen
             thawed = (p for p in self._doubtful.intersection(parameters) if parameters[p].requires_grad)
-            self._buffer.thawed.update(self._plans[GRADIENT].names[p] for p in thawed)
+            self._buffer.thawed.update(self._plans[n.GRADIENT].names[p] for p in thawed)
         read = _GRAD if self._source is PLAIN_GRADIENTS else self._source.used if are_used else self._source.accumulated
         found = {}
         for position, parameter in parameters.items():
@@ -238,14 +242,14 @@ class GradientCapture:
         """Measure the accumulated gradients, not yet clipped, anew; ``held_for``: keep the values under this key until :meth:`release`."""
         if self._buffer is None:
             return
-        plan = self._plans[GRADIENT_BEFORE_CLIP]
+        plan = self._plans[n.GRADIENT_BEFORE_CLIP]
         self._scaled |= inverse_scale is not None
         gradients = self._gradients(positions)
         seen = _seen(gradients)
         if held_for is None:
             target = self._buffer
             # values of gradients that were discarded since, as by zero_grad in a closure, are dropped
-            target.clear(GRADIENT_BEFORE_CLIP, plan.names_at(positions))
+            target.clear(n.GRADIENT_BEFORE_CLIP, plan.names_at(positions))
             self._replace_seen(positions, seen)
         else:
             target = StepBuffer(self._buffer.step, self._measurer.complaints)
@@ -271,15 +275,15 @@ class GradientCapture:
     def release(self, held_for: Hashable) -> None:
         if self._buffer is not None and held_for in self._held:
             held, seen, positions = self._held.pop(held_for)
-            names = self._plans[GRADIENT_BEFORE_CLIP].names
-            self._buffer.take_over(held, GRADIENT_BEFORE_CLIP, [names[p] for p in positions])
+            names = self._plans[n.GRADIENT_BEFORE_CLIP].names
+            self._buffer.take_over(held, n.GRADIENT_BEFORE_CLIP, [names[p] for p in positions])
             self._replace_seen(positions, seen)
             self._buffer.noted.pop("edited", None)
 
     def drop_scaled(self, reason: str) -> None:
         """Drop what was measured before the optimizer's step, because its scale is unknown."""
         if self._buffer is not None:
-            for source in (GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL):
+            for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT_LOCAL):
                 self._buffer.clear(source)
                 self._buffer.absent[source, ""] = reason
             self._seen, self._held = {}, {}
@@ -288,12 +292,12 @@ class GradientCapture:
         """Measure the gradients that the optimizer is about to use. Replaces an earlier call's values."""
         if self._buffer is None:
             return
-        plan = self._plans[GRADIENT]
+        plan = self._plans[n.GRADIENT]
         names = plan.names_at(positions)
         gradients = self._gradients(positions, are_used=True)
         # an engine steps one group after the other, and frees the gradients of those before
         is_plain = self._source is PLAIN_GRADIENTS
-        self._buffer.clear(GRADIENT, names if is_plain else plan.names_at(sorted(gradients)))
+        self._buffer.clear(n.GRADIENT, names if is_plain else plan.names_at(sorted(gradients)))
         self._buffer.used.update(names)
         if len(gradients) < len(positions):
             missing = there(self._parameters, sorted({*positions}.difference(gradients, self._at_rest)))
@@ -337,3 +341,241 @@ def _seen(gradients: Mapping[int, Tensor]) -> _Seen:
     tensors = gradients.values()
     versions = map(version_of if any(map(Tensor.is_inference, tensors)) else _VERSION, tensors)
     return dict(zip(gradients, zip(map(weakref.ref, tensors), versions, strict=True), strict=True))
+
+
+# --- Parameters, their updates, and the optimizer's state ---
+
+#: Elements of the updates that functions get at once, unless one tensor has more.
+_TOGETHER = 2**22
+
+
+def _settings(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        found.update((id(parameter), settings) for parameter in group["params"])
+    return found
+
+
+class ParameterCapture:
+    """Measures parameters before the optimizer's step, and updates: parameters after it minus before it.
+
+    ``update_sample`` limits the copies for updates: None for all, an int for at most that many rows (evenly spaced slices of the first
+    dimension) of each parameter, or a pattern for their names. Memory: during one optimizer's step, a copy of its parameters or of the
+    sample.
+    """
+
+    def __init__(self, measurer: Measurer, update_sample: int | re.Pattern[str] | None) -> None:
+        self._measurer = measurer
+        self._sample = update_sample
+        self._buffer: StepBuffer | None = None
+        self._before: dict[int, Tensor] = {}
+        self._measured: set[int] = set()  # positions whose copies are what was measured as parameters, by the rows of `_put`
+        self._put: Tensor | None = None
+        self.reference: Mapping[str, nn.Parameter] = {}  # parameters by name, whose differences are measured
+        self._source: GradientSource = PLAIN_GRADIENTS
+        self.shared: set[int] = set()  # positions of parameters that several optimizers step
+
+    def sample_description(self) -> str | None:
+        """What update values cover, if not all elements of every parameter."""
+        if self._sample is None:
+            return None
+        if isinstance(self._sample, re.Pattern):
+            return f"of the parameters that match {self._sample.pattern!r} only"
+        return f"of at most {self._sample} rows of each parameter"
+
+    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], inventory: ModelIndex) -> None:
+        self._buffer, self._plans, self._parameters, self._source = buffer, plans, inventory.references, inventory.source
+        self._before, self._measured = {}, set()
+
+    def end(self) -> None:
+        self._buffer, self._before = None, {}
+
+    def _live(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
+        parameters = there(self._parameters, positions)
+        if self._source is PLAIN_GRADIENTS:
+            return parameters  # functions get detached ones
+        return {position: self._source.value(parameter).detach() for position, parameter in parameters.items()}
+
+    def _parts(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
+        spread = self._plans[n.UPDATE].spread
+        return self._measurer.ranks.own_parts(self._live(positions), spread)
+
+    def measure(self, positions: Iterable[int]) -> None:
+        """Measure the parameters now, and their difference to the reference model."""
+        if self._buffer is None:
+            return
+        parameters = self._live(positions)
+        self._measurer.measure(Measurement(self._buffer, self._plans[n.PARAMETER], parameters))
+        plan = self._plans[n.PARAMETER_DIFFERENCE]
+        if plan.empty:
+            return
+        own, reference = {}, {}
+        for position in set(plan.positions) & parameters.keys():
+            name = plan.names[position]
+            other = self.reference.get(name)
+            if other is None or other.shape != parameters[position].shape:
+                why = "has no such parameter" if other is None else f"has another shape there, {tuple(other.shape)}"
+                self._buffer.absent[n.PARAMETER_DIFFERENCE, name] = f"the reference module {why}"
+            elif getattr(other, "placements", None) != getattr(parameters[position], "placements", None):
+                why = "the reference module's is not sharded over ranks in the same way"
+                self._buffer.absent[n.PARAMETER_DIFFERENCE, name] = why
+            else:
+                own[position], reference[position] = parameters[position], other.detach().to(parameters[position].device)
+        self._measurer.measure(Measurement(self._buffer, plan, own, second=reference))
+
+    def before_step(self, positions: Iterable[int], as_measured: bool) -> None:
+        """Copy what the step will change; ``as_measured``: nothing has changed since :meth:`measure`."""
+        if self._buffer is None:
+            return
+        wanted = set(self._plans[n.UPDATE].positions).intersection(positions) - self._before.keys()
+        if not wanted:
+            return
+        parts: dict[int, Tensor] = {}
+        for position, parameter in self._parts(sorted(wanted)).items():
+            name = self._plans[n.UPDATE].names[position]
+            if isinstance(self._sample, re.Pattern) and not self._sample.search(name):
+                self._buffer.absent[n.UPDATE, name] = f"update_regex={self._sample.pattern!r} leaves it out"
+            else:
+                parts[position] = self._rows(parameter)
+        self._measured.difference_update(parts)
+        try:
+            self._before.update(zip(parts, copies(parts.values()), strict=True))
+        except RuntimeError as error:  # such as a device that is out of memory
+            self._measurer.complaints.add("updates", "parameters could not be copied, so their updates are not measured", error)
+            self._buffer.refuse_all(n.UPDATE, "the parameters could not be copied before the step")
+            return
+        if as_measured and not isinstance(self._sample, int) and self._plans[n.PARAMETER].columns >= SQUARES:
+            self._measured.update(parts)
+            self._put = self._buffer.last_put(n.PARAMETER)
+
+    def forget(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            self._before.pop(position, None)
+            self._measured.discard(position)
+
+    def after_step(self, positions: Iterable[int], optimizer: Optimizer) -> None:
+        if self._buffer is None:
+            return
+        positions = list(positions)
+        before = {p: self._before[p] for p in positions if p in self._before} if self._before else {}
+        after: Mapping[int, Tensor] = {}
+        plan = self._plans[n.UPDATE]
+        if before:
+            self._before = {p: copy for p, copy in self._before.items() if p not in before or p in self.shared}
+            after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
+            self._measurer.measure(Measurement(self._buffer, plan, after, second=before, are_parts=True))
+            self._measure_base(plan, before)
+        if plan.functions:
+            self._run_functions(plan, before, after)
+        states = self._plans[n.OPTIMIZER]
+        if not states.empty:
+            owned = {p: whole for p in positions if (whole := self._whole(p, states.names[p])) is not None}
+            groups = _settings(optimizer)
+            kept = {
+                p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad, "group": groups.get(id(q), {})}
+                for p, q in owned.items()
+            }
+            self._measurer.run_functions(Measurement(self._buffer, states, kept))
+
+    def _run_functions(self, plan: SourcePlan, before: Mapping[int, Tensor], after: Mapping[int, Tensor]) -> None:
+        """Run the functions of changes, and those of changes beside what was there, a few tensors at a time: the changes are copies."""
+        assert self._buffer is not None
+        elsewhere = {p: metrics for p, metrics in plan.functions.items() if p not in after}
+        if elsewhere:  # they get the reason
+            self._measurer.run_functions(Measurement(self._buffer, replace(plan, functions=elsewhere), {}))
+        due = [position for position in plan.functions if position in after]
+        for places in filled([after[position].numel() for position in due], _TOGETHER):
+            positions = [due[place] for place in places]
+            alone: dict[int, Any] = {}
+            beside: dict[int, Any] = {}
+            for position in positions:
+                wide = torch.promote_types(after[position].dtype, torch.float32)
+                base = before[position].to(wide)
+                alone[position] = after[position].to(wide) - base
+                beside[position] = {"param": base, "change": alone[position]}
+            for values, takes_both in ((alone, False), (beside, True)):
+                functions = {
+                    p: kept
+                    for p in positions
+                    if (kept := tuple(m for m in plan.functions[p] if isinstance(m.function, OfProducts) == takes_both))
+                }
+                if functions:
+                    self._measurer.run_functions(Measurement(self._buffer, replace(plan, functions=functions), values))
+
+    def _whole(self, position: int, name: str) -> Tensor | None:
+        """The tensor in the optimizer's groups, unless it stands for other parameters too."""
+        parameter = self._parameters[position]()
+        if parameter is None or self._source is PLAIN_GRADIENTS:
+            return parameter
+        stepped = self._source.stepped(parameter)
+        if self._source.value(parameter) is stepped:
+            return stepped
+        assert self._buffer is not None
+        self._buffer.absent[n.OPTIMIZER, name] = "the optimizer's state is of a flat tensor of several parameters"
+        return None
+
+    def _measure_base(self, plan: SourcePlan, before: Mapping[int, Tensor]) -> None:
+        """Measure what updates are compared with, unless the copies are what was measured as parameters."""
+        assert self._buffer is not None
+        again: list[int] = []
+        if self._measured and self._buffer.last_put(n.PARAMETER) is self._put:
+            known = self._buffer.names_of(n.PARAMETER)
+            again = [position for position in before if position in self._measured and plan.names[position] in known]
+        if again:
+            self._buffer.repeat_rows(n.UPDATE_BASE, plan.names_at(again), n.PARAMETER, SQUARES)
+        rest = {position: before[position] for position in before.keys() - set(again)} if again else before
+        base = SourcePlan(n.UPDATE_BASE, plan.names, SQUARES, plan.measured, spread=plan.spread)
+        self._measurer.measure(Measurement(self._buffer, base, rest, are_parts=True))
+
+    def _rows(self, parameter: Tensor) -> Tensor:
+        count = self._sample
+        if not isinstance(count, int) or parameter.dim() == 0 or parameter.shape[0] <= count:
+            return parameter
+        places = torch.linspace(0, parameter.shape[0] - 1, count, dtype=torch.float64, device="cpu").round()
+        return parameter.index_select(0, places.to(parameter.device, torch.int64))
+
+
+# --- Copies of what a step will change ---
+
+#: Bytes of the blocks of memory that copies share, and in which each begins at a multiple of the second number.
+_BLOCK, _ALIGNMENT = 1 << 28, 64
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """A copy of each tensor. On an accelerator those of one dtype share their memory, since they are copied by few launches."""
+    found = list(tensors)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(found):
+        is_composed = hasattr(type(tensor), "__tensor_flatten__")  # of other tensors, such as a quantised one
+        is_plain = not tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not is_composed
+        if not is_plain or tensor.nbytes > _BLOCK:
+            found[place] = tensor.clone()
+            continue
+        by_kind.setdefault((tensor.device, tensor.dtype), []).append(place)
+    for of_kind in by_kind.values():
+        for block in filled([found[place].nbytes for place in of_kind], _BLOCK):
+            places = [of_kind[number] for number in block]
+            for place, piece in zip(places, _packed([found[place] for place in places]), strict=True):
+                found[place] = piece
+    return found
+
+
+def _packed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one dtype in one block of memory, each aligned as kernels with vector loads need it."""
+    step = _ALIGNMENT // tensors[0].element_size()
+    gap = tensors[0].new_empty(step)
+    parts, lengths = [], []
+    for tensor in tensors:
+        parts.append(tensor.view(-1))
+        lengths.append(tensor.numel())
+        if missing := -tensor.numel() % step:
+            parts.append(gap[:missing])
+            lengths.append(missing)
+    pieces = iter(torch.split(torch.cat(parts), lengths))
+    found = []
+    for tensor in tensors:
+        found.append(next(pieces).view(tensor.shape))
+        if tensor.numel() % step:
+            next(pieces)
+    return found

@@ -20,14 +20,13 @@ from ..core.keys import PARAMETER_SOURCES, Key
 from ..core.records import Metric
 from ..core.torch_modes import no_autocast
 from ..statistics.dispatch import Statistics
-from ..statistics.precise import inner_product, sum_of_squared_ratios
+from ..statistics.eager import inner_product, sum_of_squared_ratios
 from ..statistics.request import accumulator_dtype, as_plain, on_accelerator, refusal
 from ..step.buffer import StepBuffer, cosine, growth, turn
 from ..step.plan import OF_MATRICES, BuiltIn, SourcePlan
 from ..step.ranks import Ranks
 
 # --- Metrics of the optimizer's state, and of updates beside their parameters ---
-
 
 State = Mapping[str, Any]
 #: Two tensors of one shape.
@@ -109,52 +108,29 @@ def _products(pairs: Sequence[_Pair]) -> Tensor:
     return torch.stack([inner_product(a, b) for a, b in pairs])
 
 
-class Products(NamedTuple):
-    """A metric whose values follow from inner products: the positions of its parameters, and for each as many pairs of tensors."""
-
-    metric: Metric
-    positions: Sequence[int]
-    pairs: Sequence[Sequence[_Pair]]
+#: A metric whose values follow from inner products, and by position of a parameter as many pairs of tensors for each.
+_Products = tuple[Metric, Mapping[int, Sequence[_Pair]]]
 
 
-def by_device(wanted: Sequence[Products], own_part: Callable[[Tensor], Tensor]) -> list[list[Products]]:
+def _together(wanted: Sequence[_Products], own_part: Callable[[Tensor], Tensor]) -> Iterable[Sequence[_Products]]:
     """What can be computed together, of the part of each tensor that this rank has. A parameter is left out if a tensor of its pairs
     cannot be read, or lies on another device.
     """
-    tensors = {id(tensor): tensor for _, _, pairs in wanted for of_one in pairs for pair in of_one for tensor in pair}
+    tensors = {id(tensor): tensor for _, pairs in wanted for of_one in pairs.values() for pair in of_one for tensor in pair}
     if not tensors or as_plain(together := list(tensors.values())) or on_accelerator(together):
-        return [list(wanted)] if tensors else []
+        return [wanted] if tensors else []
     parts = {number: own_part(tensor) for number, tensor in tensors.items()}  # of a tensor in several pairs there is one
-    groups: dict[torch.device, list[Products]] = {}
-    for metric, positions, pairs in wanted:
-        readable: dict[torch.device, tuple[list[int], list[Sequence[_Pair]]]] = {}
-        for position, of_one in zip(positions, pairs, strict=True):
+    groups: dict[torch.device, list[_Products]] = {}
+    for metric, pairs in wanted:
+        readable: dict[torch.device, dict[int, Sequence[_Pair]]] = {}
+        for position, of_one in pairs.items():
             own = [(parts[id(a)], parts[id(b)]) for a, b in of_one]
             devices = {tensor.device for pair in own for tensor in pair}
             if len(devices) == 1 and all(refusal(tensor) is None for pair in own for tensor in pair):
-                found = readable.setdefault(devices.pop(), ([], []))
-                found[0].append(position)
-                found[1].append(own)
-        for device, (here, own_pairs) in readable.items():
-            groups.setdefault(device, []).append(Products(metric, here, own_pairs))
-    return list(groups.values())
-
-
-def values_of(wanted: Sequence[Products], inner_products: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]) -> list[Tensor]:
-    """The values ``[positions]`` of each metric, from one call on one device. A pair that several metrics need is computed once."""
-    once: dict[tuple[int, int], tuple[int, _Pair]] = {}
-    places = [
-        [
-            [once.setdefault((id(pair[0]), id(pair[1])), (len(once), pair))[0] for pair in column]
-            for column in zip(*pairs, strict=True)
-        ]
-        for _, _, pairs in wanted
-    ]
-    products = inner_products([a for _, (a, _) in once.values()], [b for _, (_, b) in once.values()])
-    return [
-        one.metric.function.value(*[_at(products, column) for column in columns])  # type: ignore[union-attr]
-        for one, columns in zip(wanted, places, strict=True)
-    ]
+                readable.setdefault(devices.pop(), {})[position] = own
+        for device, own_pairs in readable.items():
+            groups.setdefault(device, []).append((metric, own_pairs))
+    return groups.values()
 
 
 def _at(products: Tensor, places: Sequence[int]) -> Tensor:
@@ -346,26 +322,33 @@ class Measurer:
         caller calls others one by one, such as those of a tensor that cannot be read.
         """
         plan, buffer = wanted.plan, wanted.buffer
-        found: list[Products] = []
+        found: list[_Products] = []
         done: set[tuple[int, str]] = set()
         for metric, applied in plan.applied:
-            if not hasattr(metric.function, "pairs"):
-                continue
-            pairs = {p: metric.function.pairs(wanted.tensors[p]) for p in applied if p in due}  # type: ignore[union-attr]
-            for position in [position for position, of_one in pairs.items() if not of_one]:
-                del pairs[position]
-                buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = NO_STATE
-                done.add((position, metric.name))
-            if pairs:
-                found.append(Products(metric, list(pairs), list(pairs.values())))
-        for together in by_device(found, lambda tensor: self.ranks.own_part(tensor, spread=False)):
+            if hasattr(metric.function, "pairs"):
+                pairs = {p: metric.function.pairs(wanted.tensors[p]) for p in applied if p in due}  # type: ignore[union-attr]
+                for position in [position for position, of_one in pairs.items() if not of_one]:
+                    del pairs[position]
+                    buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = NO_STATE
+                    done.add((position, metric.name))
+                found += [(metric, pairs)] if pairs else []
+        for together in _together(found, lambda tensor: self.ranks.own_part(tensor, spread=False)):
+            once: dict[tuple[int, int], tuple[int, _Pair]] = {}  # a pair that several metrics need is computed once
+            places = [
+                [[once.setdefault((id(a), id(b)), (len(once), (a, b)))[0] for a, b in column] for column in columns]
+                for columns in (zip(*pairs.values(), strict=True) for _, pairs in together)
+            ]
             try:
-                values = values_of(together, self.built_in.inner_products)
+                products = self.built_in.inner_products([a for _, (a, _) in once.values()], [b for _, (_, b) in once.values()])
+                values = [
+                    metric.function.value(*(_at(products, column) for column in columns))  # type: ignore[union-attr]
+                    for (metric, _), columns in zip(together, places, strict=True)
+                ]
             except Exception:  # whose tensor it was is found out where they are called one by one
                 continue
-            for one, own in zip(together, values, strict=True):
-                buffer.put_values([Key(plan.source, plan.names[position], one.metric.name) for position in one.positions], own)
-                done |= {(position, one.metric.name) for position in one.positions}
+            for (metric, positions), own in zip(together, values, strict=True):
+                buffer.put_values([Key(plan.source, plan.names[position], metric.name) for position in positions], own)
+                done |= {(position, metric.name) for position in positions}
         return done
 
     def _shardwise(self, wanted: Measurement, position: int) -> None:

@@ -26,11 +26,10 @@ from ..core.torch_modes import TELLS_EXPORT, ending, is_in_backward, outside_dis
 from ..step.buffer import StepBuffer
 from ..step.model_index import ModelIndex
 from .compiled import SHARES_GRAPH, CompiledHooks, alike, in_graphs, is_compiled, wrapped_by
-from .hooks import Handles, Hook, ModuleHook, compiled_graphs, takes_hooks
+from .hooks import Handles, Hook, ModuleHook, PassTracker, compiled_graphs, takes_hooks
 from .loss_graph import notes_of
 from .measurer import Measurer
 from .module_values import ModuleValues, tensors_of
-from .pass_tracker import PassTracker
 
 if TYPE_CHECKING:  # imported where they are asked for
     from .attention import AttentionRecorder
@@ -66,9 +65,8 @@ class ModuleCalls:
         self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
         self._buffer: StepBuffer | None = None
         self._numbers: Counter[tuple[str, str]] = Counter()
-        self.differences_due = self._gradients_due = (
-            False  # outputs are compared with the reference's in this step; gradients are due
-        )
+        # outputs are compared with the reference's in this step; gradients are due
+        self.differences_due = self._gradients_due = False
         # in this step a module other than the root was called; the hook on the root's inputs came too late for the first call, so none
         # counts; a backward pass that accumulates gradients has reached a tensor, and ended; a forward without gradients was seen in
         # training, as in the first pass of a re-entrant checkpoint
@@ -114,9 +112,7 @@ class ModuleCalls:
     def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if name == n.ROOT and self.misses_root:
             return
-        named: dict[int | str, Any] = dict(enumerate(args))
-        named.update(kwargs or {})
-        value = args[0] if len(args) == 1 and not kwargs else named
+        value = args[0] if len(args) == 1 and not kwargs else dict(enumerate(args)) | (kwargs or {})
         self._take(name, module, value, n.INPUT, n.INPUT_GRADIENT)
 
     def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -271,9 +267,8 @@ class ForwardHooks:
         # with the module, since another one may take its name, and even its address
         self._hooks: dict[_Place, tuple[weakref.ref[nn.Module], Handles]] = {}
         self._version: int | None = None
-        self.on_root = self.on_root_inputs = self.has_compiled_parts = (
-            False  # has hooks on it; had parts when hooks were installed
-        )
+        self.on_root = self.on_root_inputs = False  # has hooks on it
+        self.has_compiled_parts = False  # when hooks were installed
         self._fusible: list[tuple[weakref.ref[nn.Module], list[Handles]]] = []  # encoder layers, and the hooks in each
         self._left_out: list[str] = []  # names of modules that no metric applies to
         self._unhooked: list[str] = []  # names of modules that accept no hooks
@@ -304,7 +299,7 @@ class ForwardHooks:
         new, taken = wanted.keys() - self._hooks.keys(), frozenset(inventory.modules)
         for place, module in wanted.items():
             if place in new:
-                self._hooks[place] = weakref.ref(module), self._register(*place, module, root, place[1] in taken)
+                self._hooks[place] = weakref.ref(module), self._registered(*place, module, root, place[1] in taken)
         inside = in_graphs(root)
         compiled = {place for place, module in wanted.items() if id(module) in inside}
         self.graphs.request(metrics, measured, compiled, taken)
@@ -316,9 +311,10 @@ class ForwardHooks:
         self.on_root_inputs = (_INPUTS[0], n.ROOT) in self._hooks
         self.has_compiled_parts = is_compiled(root)
         self._fusible = self._in_fusible(root)
-        self._left_out = _left_out(root, inventory)
-        modules = ((name, reference()) for name, reference in inventory.modules.items())
-        self._unhooked = [name for name, module in modules if module is not None and not takes_hooks(module)]
+        there = _there(inventory)
+        parts = {id(part) for module in there.values() for part in wrapped_by(module)}
+        self._left_out = list(canonical_names(name for name, each in root.named_modules() if id(each) not in parts).values())
+        self._unhooked = [name for name, module in there.items() if not takes_hooks(module)]
         self._root = weakref.ref(root)
         return True
 
@@ -359,15 +355,13 @@ class ForwardHooks:
             for handles in hooks:
                 handles.restore()
 
-    def _register(self, kind: str, name: str, module: nn.Module, root: nn.Module, is_heard: bool) -> Handles:
+    def _registered(self, kind: str, name: str, module: nn.Module, root: nn.Module, is_heard: bool) -> Handles:
         """``is_heard``: the listener hears of calls outside of graphs."""
-        handles = Handles()
-        heard = self._listener.called if kind in _INPUTS else self._listener.returned
-        hook = ModuleHook(heard if is_heard else self.graphs.ignore, name, tap=self.graphs.add(kind, name, module, root))
-        if kind in _INPUTS:
-            handles.of_module(module.register_forward_pre_hook(hook, with_kwargs=True))
-        else:
-            handles.of_module(module.register_forward_hook(hook))
+        handles, is_input = Handles(), kind in _INPUTS
+        heard = (self._listener.called if is_input else self._listener.returned) if is_heard else self.graphs.ignore
+        hook = ModuleHook(heard, name, tap=self.graphs.add(kind, name, module, root))
+        registered = module.register_forward_pre_hook(hook, with_kwargs=True) if is_input else module.register_forward_hook(hook)
+        handles.of_module(registered)
         return handles
 
     def collect(self, buffer: StepBuffer, values: ModuleValues) -> None:
@@ -376,10 +370,8 @@ class ForwardHooks:
 
     def explain(self, absent: dict[tuple[str, str], str]) -> None:
         if self._unhooked:
-            sources, reason = (
-                (*n.MODULE_SOURCES, *n.RCC_SOURCES),
-                "a module of TorchScript (torch.jit), which calls no Python hooks",
-            )
+            reason = "a module of TorchScript (torch.jit), which calls no Python hooks"
+            sources = (*n.MODULE_SOURCES, *n.RCC_SOURCES)
             absent.update(((source, name), reason) for source in sources for name in self._unhooked)
         for source in n.ATTENTION_SOURCES.values():
             if (source, "") in absent:  # the caller of a call that was not seen is unknown
@@ -435,15 +427,16 @@ class ForwardHooks:
 
 
 def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> dict[_Place, nn.Module]:
-    wanted: dict[_Place, nn.Module] = {}
-    for name, reference in inventory.modules.items():
-        module = reference()
-        if module is None or not takes_hooks(module):
-            continue
-        for sources in (_OUTPUTS, _INPUTS):
-            if any(metric.source in sources and metric.matches(name) for metric in metrics):
-                wanted[sources[0], name] = module
-    return wanted
+    return {
+        (sources[0], name): module
+        for name, module in _there(inventory).items()
+        for sources in (_OUTPUTS, _INPUTS)
+        if takes_hooks(module) and any(metric.source in sources and metric.matches(name) for metric in metrics)
+    }
+
+
+def _there(inventory: ModelIndex) -> dict[str, nn.Module]:
+    return {name: module for name, reference in inventory.modules.items() if (module := reference()) is not None}
 
 
 def _in_same_graphs(
@@ -457,7 +450,7 @@ def _in_same_graphs(
     for members in alike(root):
         names = names or {
             **{id(module): name for name, module in root.named_modules()},  # also those that are excluded
-            **{id(module): name for name, reference in inventory.modules.items() if (module := reference()) is not None},
+            **{id(module): name for name, module in _there(inventory).items()},
         }
         for kind in (_OUTPUTS[0], _INPUTS[0]):
             places = {(kind, names[id(module)]): module for module in members if takes_hooks(module)}
@@ -466,12 +459,6 @@ def _in_same_graphs(
             if not places.keys().isdisjoint(measured):
                 measured.update(places)
     return found
-
-
-def _left_out(root: nn.Module, inventory: ModelIndex) -> list[str]:
-    known = (module for reference in inventory.modules.values() if (module := reference()) is not None)
-    there = {id(part) for module in known for part in wrapped_by(module)}
-    return list(canonical_names(name for name, module in root.named_modules() if id(module) not in there).values())
 
 
 _NOT_IN_GRAPH = (
@@ -508,11 +495,12 @@ class ModuleSource:
         # what few programs ask for
         self._attention: AttentionRecorder | None = None
         self._check: CoordinateCheck | None = None
+        self.reference: ReferencePass | None = None
         self._loop_run: LoopRun | None = None  # with a reference
         self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
         self._opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False  # the model has had a training forward or a backward pass in this step
-        self._step: tuple[StepBuffer, tuple[Metric, ...], ModelIndex, bool] | None = None
+        self._step: tuple[StepBuffer, tuple[Metric, ...], ModelIndex] | None = None
         self._buffer: StepBuffer | None = None  # None also while nothing is asked of modules
         self._due = False
         self._awaited: MutableSet[int] = set()
@@ -551,23 +539,19 @@ class ModuleSource:
         added.compiled = self.hooks.has_compiled_parts or len(graphs) > 0
         return added
 
-    @property
-    def reference(self) -> ReferencePass | None:
-        return self._calls.reference
-
     def needed_reference(self) -> ReferencePass:
         from .reference import LoopRun, ReferencePass
 
-        if self._calls.reference is None:
-            self._calls.reference = ReferencePass(self._measurer.complaints)
+        if self.reference is None:
+            self.reference = self._calls.reference = ReferencePass(self._measurer.complaints)
             self._loop_run = LoopRun(self.passes, self._fence)
-        return self._calls.reference
+        return self.reference
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
         """``by_hand``: the loop has begun the step explicitly. Where nothing is due and no module has a hook, no more is called in it."""
-        self._step, self._buffer, self.was_trained = (buffer, metrics, inventory, by_hand), None, False
+        self._step, self._buffer, self.was_trained = (buffer, metrics, inventory), None, False
         passes = self.passes
         passes.by_hand = by_hand
         if metrics or self._awaited or self.hooks.on_root or passes.is_open or passes.missed or self.hooks.graphs.traced:
@@ -577,7 +561,7 @@ class ModuleSource:
         assert self._step is not None
         if self._awaited:
             self._drop_interrupted(calls=0)
-        buffer, metrics, inventory, by_hand = self._step
+        buffer, metrics, inventory = self._step
         self._buffer, self._lost = buffer, ()
         self._has_forward = self._has_backward = False
         self._calls.begin(buffer, metrics, inventory)
@@ -585,7 +569,7 @@ class ModuleSource:
         for part in (self._attention, self._check):
             if part is not None:
                 part.begin(buffer, metrics, inventory)
-        if by_hand and self._needs_reference:
+        if self.passes.by_hand and self._needs_reference:
             self._follow_reference()
         self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
         self.set_recording(self._due)
@@ -677,7 +661,7 @@ class ModuleSource:
         if self._step is not None and self._buffer is None:
             self._begin_measuring()
         elif self._step is not None and not attention.has_begun:
-            attention.begin(*self._step[:3])
+            attention.begin(*self._step)
         attention.report(name, named, arguments)
 
     def capture(self, name: str, output: Any) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -29,7 +30,6 @@ from ..step.plan import PARTICIPATION_RATIO, BuiltIn, ViewGroup, blocks_of, view
 from .measurer import Measurer, unscaled, untouched_rng
 
 # --- The tensors inside inputs and outputs of modules, each with its path ---
-
 
 #: Levels of nested containers that are searched.
 DEPTH = 4
@@ -75,7 +75,6 @@ def rest_of(path: str, name: str, taken: Container[str]) -> str:
 
 
 # --- Metrics of units ---
-
 
 #: Consecutive monitored steps without output after which a unit counts as dead.
 WINDOW = 100
@@ -349,7 +348,6 @@ def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool, col
 
 # --- Rows of small and of large CPU tensors, which are kept as numbers and stored all at once ---
 
-
 #: Elements of the copies of small tensors that are measured together: 4 MB of float32, copied while they are in a cache.
 CAPACITY = 1 << 20
 
@@ -441,7 +439,6 @@ class HostRows:
 
 # --- Rows of tensors on accelerators, which are copied in one launch each and measured many at once ---
 
-
 #: Bytes of the largest tensor that is copied for stock operations: a larger one keeps a device busy for longer than its launches take.
 LARGEST = 4 << 20
 #: Bytes of all copies that wait for them on one stream.
@@ -451,30 +448,15 @@ DEVICE_ROWS_CAPACITY = 16 << 20
 _FOURTH = 4
 
 
-@dataclass
-class _Waiting:
-    """Copies that were made on one stream, with what was asked of them."""
-
-    stream: Any
-    nbytes: int = 0
-    copies: list[Tensor] = field(default_factory=list)
-    paths: list[tuple[str, str]] = field(default_factory=list)
-    columns: frozenset[Column] = frozenset()
-
-    def add(self, copy: Tensor, place: tuple[str, str], columns: frozenset[Column]) -> None:
-        self.copies.append(copy)
-        self.paths.append(place)
-        self.columns |= columns
-        self.nbytes += copy.nbytes
-
-
 class DeviceRows:
     """Copies of tensors until :meth:`flush`, or until they fill the memory that they may take."""
 
     def __init__(self, statistics: Statistics, buffer: StepBuffer, complaints: WarningLog) -> None:
         self._statistics, self._buffer, self._complaints = statistics, buffer, complaints
-        self._failed: set[tuple[str, str]] = set()
-        self._waiting: dict[tuple[torch.device, object], _Waiting] = {}
+        self._failed: set[_Place] = set()
+        # by device and number of the stream on which copies were made: that stream, and the copies with what was asked of them
+        self._waiting: dict[tuple[torch.device, object], tuple[Any, list[tuple[Tensor, _Place, frozenset[Column]]]]] = {}
+        self._nbytes: Counter[tuple[torch.device, object]] = Counter()
 
     def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
         """Copy a dense tensor of an accelerator, times ``inverse_scale``, to be measured with others. Returns whether it was."""
@@ -487,40 +469,39 @@ class DeviceRows:
             largest = capacity // _FOURTH
         if tensor.nbytes > largest:
             return False
-        place = device, stream_number(device)
-        if (waiting := self._waiting.get(place)) is not None and waiting.nbytes + tensor.nbytes > capacity:
-            self._flush(self._waiting.pop(place), device)
-            waiting = None
-        if waiting is None:
-            waiting = self._waiting[place] = _Waiting(current_stream(device))
+        queue = device, stream_number(device)
+        if queue in self._waiting and self._nbytes[queue] + tensor.nbytes > capacity:
+            self._flush(queue)
+        if queue not in self._waiting:
+            self._waiting[queue] = current_stream(device), []
         self._buffer.expect_row(source, path)
-        waiting.add(tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale), (source, path), columns)
+        copy = tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale)
+        self._waiting[queue][1].append((copy, (source, path), columns))
+        self._nbytes[queue] += copy.nbytes
         return True
 
     def flush(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for (device, _), copies in waiting.items():
-            self._flush(copies, device)
+        for queue in list(self._waiting):
+            self._flush(queue)
 
-    def _flush(self, waiting: _Waiting, device: torch.device) -> None:
-        paths = [place for place in waiting.paths if place not in self._failed]
+    def _flush(self, queue: tuple[torch.device, object]) -> None:
+        (stream, waiting), self._nbytes[queue] = self._waiting.pop(queue), 0
+        copies, places, asked = zip(*waiting, strict=True)
+        columns = frozenset[Column]().union(*asked)
         try:
-            with on_stream(waiting.stream, device):
-                rows = self._statistics.measure(waiting.copies, waiting.columns)
-                found: dict[str, tuple[list[str], list[Tensor]]] = {}
-                for place, row in zip(waiting.paths, rows.unbind(), strict=True):
-                    if place not in self._failed:
-                        names, own = found.setdefault(place[0], ([], []))
-                        names.append(place[1])
-                        own.append(row)
-                for source, (names, own) in found.items():
-                    self._buffer.merge_rows(source, names, own, waiting.columns)
+            with on_stream(stream, queue[0]):
+                rows = self._statistics.measure(copies, columns).unbind()
+                kept = [(place, row) for place, row in zip(places, rows, strict=True) if place not in self._failed]
+                for source in dict.fromkeys(of for (of, _), _ in kept):
+                    own = [(path, row) for (of, path), row in kept if of == source]
+                    self._buffer.merge_rows(source, [path for path, _ in own], [row for _, row in own], columns)
         except Exception as error:  # a part of the micro-batches must not be taken for all
-            self._complaints.add("activations", f"the activations of {len(paths)} calls could not be measured", error)
-            for source, path in paths:
+            lost = [place for place in places if place not in self._failed]
+            self._complaints.add("activations", f"the activations of {len(lost)} calls could not be measured", error)
+            for source, path in lost:
                 self._buffer.drop_parts(source, path)
                 self._buffer.absent[source, path] = f"it could not be measured: {type(error).__name__}"
-            self._failed.update(paths)
+            self._failed.update(lost)
 
 
 class _Item(NamedTuple):

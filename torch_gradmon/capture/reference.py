@@ -26,13 +26,11 @@ from ..core.keys import canonical_names
 from ..core.torch_modes import SharedContext, autocast_cache_kept, copied_module, outside_dispatch_modes, untouched_generators
 from ..statistics.request import PLAIN, refusal
 from .compiled import is_compiled
-from .hooks import Handles, ModuleHook, takes_hooks
+from .hooks import Handles, ModuleHook, PassTracker, takes_hooks
 from .measurer import untouched_rng
 from .module_values import tensors_of
-from .pass_tracker import PassTracker
 
 # --- A call without side effects ---
-
 
 #: Called with a tensor and its copy.
 Note = Callable[[Tensor, Tensor], object]
@@ -191,6 +189,13 @@ class ReplayedForward:
         """``copy`` was made from the model's ``tensor`` for this run."""
         if not tensor.is_inference():  # inference tensors have no version counter
             self._origins[id(copy)] = tensor, tensor._version, copy, copy._version
+
+    def note_call(self, begins: bool, name: str, args: tuple[Any, ...], value: Any) -> None:
+        """A call of a part begins, with ``value`` as keyword arguments, or ends, with it as output."""
+        if begins:
+            self.called(name, args, value or {})
+        else:
+            self.returned(name, value)
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         number = self._calls[name]
@@ -434,9 +439,7 @@ class LoopRun:
             return
         for name, part in parts.items():
             if takes_hooks(part):
-                hook = ModuleHook(self._called, name)
-                self._handles.of_module(part.register_forward_pre_hook(hook, with_kwargs=True))
-                self._handles.of_module(part.register_forward_hook(ModuleHook(self._returned, name)))
+                self._handles.on_calls(part, self._noted, name)
         if self._handles and takes_hooks(reference):  # around the other hooks
             self._handles.of_module(reference.register_forward_pre_hook(ModuleHook(self._began), prepend=True))
             self._handles.of_module(reference.register_forward_hook(ModuleHook(self._ended), always_call=True))
@@ -459,19 +462,13 @@ class LoopRun:
             None if ours or torch._C._functorch.peek_interpreter_stack() is not None else ReplayedForward(keeps_all=True)
         )
 
-    def _called(self, name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if (ran := self._running) is not None:
-            self._fenced(lambda: ran.called(name, args, kwargs or {}))
-
-    def _returned(self, name: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if (ran := self._running) is not None:
-            self._fenced(lambda: ran.returned(name, output))
-
-    def _fenced(self, work: Callable[[], None]) -> None:
+    def _noted(self, begins: bool, name: str, part: nn.Module, args: tuple[Any, ...], value: Any = None) -> None:
+        if self._running is None:
+            return
         start = time.perf_counter()
         try:
             with torch.no_grad(), outside_dispatch_modes():
-                work()
+                self._running.note_call(begins, name, args, value)
         except Exception as error:
             self._running = None  # the monitor runs the reference itself then
             self._fence.complaints.add("reference:loop", "a run of the reference by the loop could not be followed", error)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime
-from types import TracebackType
 from typing import Any
 
 
-class ProgressBar:
+class ProgressBar(AbstractContextManager["ProgressBar"]):
     """A no-op without tqdm, or if it is not ``wanted``, by default without a terminal."""
 
     def __init__(self, total: int, what: str, unit: str, wanted: bool | None) -> None:
@@ -22,10 +22,7 @@ class ProgressBar:
                 return
             self._bar = tqdm(total=total, desc=what, unit=unit, leave=False)
 
-    def __enter__(self) -> ProgressBar:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 

@@ -44,26 +44,16 @@ UPDATE_BASE = "update_base"
 #: Internal: a row for the gradient of each micro-batch, named by rank and number.
 BATCH_GRADIENT = "batch_gradient"
 
-#: Sources whose keys are ``source/name/metric``.
-TENSOR_SOURCES = (
-    GRADIENT,
-    GRADIENT_BEFORE_CLIP,
-    GRADIENT_LOCAL,
-    PARAMETER,
-    PARAMETER_DIFFERENCE,
-    UPDATE,
-    OPTIMIZER,
-    ACTIVATION,
-    ACTIVATION_GRADIENT,
-    ACTIVATION_DIFFERENCE,
-    INPUT,
-    INPUT_GRADIENT,
-    *RCC_SOURCES,
-)
 #: Returned by built-ins of the optimizer's state for an undefined value; defined values are finite or NaN.
 UNDEFINED = float("inf")
 #: Sources with one tensor for each parameter, whose number of elements never changes.
 PARAMETER_SOURCES = (GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, OPTIMIZER)
+#: Sources whose keys are ``source/name/metric``.
+TENSOR_SOURCES = (
+    *PARAMETER_SOURCES,
+    *(ACTIVATION, ACTIVATION_GRADIENT, ACTIVATION_DIFFERENCE, INPUT, INPUT_GRADIENT),
+    *RCC_SOURCES,
+)
 #: Sources of inputs and outputs of modules, by the names that :meth:`add_activation_metric` accepts.
 MODULE_KINDS = {"output": ACTIVATION, "output_gradient": ACTIVATION_GRADIENT, "input": INPUT, "input_gradient": INPUT_GRADIENT}
 MODULE_SOURCES = (*MODULE_KINDS.values(), ACTIVATION_DIFFERENCE)

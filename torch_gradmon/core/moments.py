@@ -104,17 +104,15 @@ class StatView:
         return have(self.needs, rows.unbind(1))
 
 
-#: What a view may need of a tensor, from less to more.
-NEEDS = ("", "elements", "finite elements")
+#: What a view may need of a tensor, from less to more, and the columns that tell whether it is there.
+NEEDS: dict[str, tuple[Column, ...]] = {"": (), "elements": (Column.COUNT,), "finite elements": (Column.COUNT, Column.NONFINITE)}
 
 
 def have(needs: str, columns: Sequence[Tensor]) -> Tensor:
     """Which rows, given by their columns, have what a view ``needs``: bool ``[n]``."""
-    if needs == "elements":
-        return columns[Column.COUNT] > 0
-    if needs == "finite elements":
-        return columns[Column.COUNT] > columns[Column.NONFINITE]
-    return torch.ones_like(columns[Column.COUNT], dtype=torch.bool)
+    if not needs:
+        return torch.ones_like(columns[Column.COUNT], dtype=torch.bool)
+    return columns[Column.COUNT] > (0 if needs == "elements" else columns[Column.NONFINITE])
 
 
 def _mean(columns: Sequence[Tensor]) -> Tensor:
@@ -133,34 +131,28 @@ def _std(columns: Sequence[Tensor]) -> Tensor:
 def _view(
     columns: Iterable[Column], needs: str, unit: str, documentation: str, of: Callable[[Sequence[Tensor]], Tensor]
 ) -> StatView:
-    return StatView(frozenset(columns), of, needs, unit, documentation)
+    return StatView(frozenset((*NEEDS[needs], *columns)), of, needs, unit, documentation)
 
 
 _C = Column
 #: All built-in metrics of a tensor. A complex tensor counts as twice as many real numbers.
 VIEWS: dict[str, StatView] = {
     "norm": _view([_C.SQUARE_SUM], "", "1", "L2 norm", lambda c: c[_C.SQUARE_SUM].sqrt()),
-    "rms": _view(
-        [_C.COUNT, _C.SQUARE_SUM],
-        "elements",
-        "1",
-        "root of the mean square",
-        lambda c: (c[_C.SQUARE_SUM] / c[_C.COUNT]).sqrt(),
-    ),
-    "mean": _view([_C.COUNT, _C.SUM], "elements", "1", "mean", _mean),
-    "std": _view([_C.COUNT, _C.SUM, _C.SQUARE_SUM, _C.NONFINITE], "elements", "1", "population standard deviation", _std),
+    "rms": _view([_C.SQUARE_SUM], "elements", "1", "root of the mean square", lambda c: (c[_C.SQUARE_SUM] / c[_C.COUNT]).sqrt()),
+    "mean": _view([_C.SUM], "elements", "1", "mean", _mean),
+    "std": _view([_C.SUM, _C.SQUARE_SUM, _C.NONFINITE], "elements", "1", "population standard deviation", _std),
     "max": _view(
-        [_C.COUNT, _C.NONFINITE, _C.MIN, _C.MAX],
+        [_C.MIN, _C.MAX],
         "finite elements",
         "1",
         "largest |x| of the finite elements",
         lambda c: torch.maximum(c[_C.MAX].abs(), c[_C.MIN].abs()),
     ),
-    "min_value": _view([_C.COUNT, _C.NONFINITE, _C.MIN], "finite elements", "1", "smallest finite x", lambda c: c[_C.MIN]),
-    "max_value": _view([_C.COUNT, _C.NONFINITE, _C.MAX], "finite elements", "1", "largest finite x", lambda c: c[_C.MAX]),
+    "min_value": _view([_C.MIN], "finite elements", "1", "smallest finite x", lambda c: c[_C.MIN]),
+    "max_value": _view([_C.MAX], "finite elements", "1", "largest finite x", lambda c: c[_C.MAX]),
     "l1_norm": _view([_C.ABS_SUM], "", "1", "sum of |x|", lambda c: c[_C.ABS_SUM]),
     "sparsity": _view(
-        [_C.COUNT, _C.NONFINITE, _C.NEAR_ZERO],
+        [_C.NEAR_ZERO],
         "finite elements",
         "share",
         "share of the finite elements with |x| <= zero_threshold",

@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import threading
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -311,23 +312,13 @@ def rng_state(device: torch.device) -> Tensor | None:
     return None
 
 
-def set_rng_state(device: torch.device, state: Tensor) -> None:
-    functions = functions_of(device)
-    if device.type == "mps":
-        functions.set_rng_state(state)
-    else:
-        functions.set_rng_state(state, device)
-
-
 @contextlib.contextmanager
 def untouched_generators(devices: Iterable[torch.device | None]) -> Iterator[None]:
-    states = {device: rng_state(device) for device in devices if device is not None and device.type != "cpu"}
+    found = {str(device): rng_state(device) for device in devices if device is not None and device.type != "cpu"}
     try:
         yield
     finally:
-        for device, state in states.items():
-            if state is not None:
-                set_rng_state(device, state)
+        set_rng_states({device: state for device, state in found.items() if state is not None})
 
 
 def all_in_use() -> list[torch.device]:
@@ -519,14 +510,12 @@ def is_in_backward() -> bool:
 def _running(code: CodeType, of: object = None) -> int:
     calls = 0
     for last in sys._current_frames().values():
-        frame: FrameType | None = last
-        while frame is not None:
+        for frame, _ in traceback.walk_stack(last):
             if frame.f_code is code:
                 values = frame.f_locals
                 calls += of is None or values.get("self") is of
                 if isinstance(values, dict):
                     values.clear()  # the snapshot would keep all values alive until the frame ends
-            frame = frame.f_back
     return calls
 
 
@@ -654,11 +643,14 @@ def rng_states() -> dict[str, Tensor]:
 
 
 def set_rng_states(states: Mapping[str, Tensor]) -> None:
-    for device, state in states.items():
-        if device == "cpu":
+    for name, state in states.items():
+        device = torch.device(name)
+        if device.type == "cpu":
             torch.set_rng_state(state)
+        elif device.type == "mps":
+            functions_of(device).set_rng_state(state)
         else:
-            set_rng_state(torch.device(device), state)
+            functions_of(device).set_rng_state(state, device)
 
 
 def is_accumulating() -> bool:

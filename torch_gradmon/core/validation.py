@@ -6,7 +6,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -81,11 +81,10 @@ def function(name: str, value: object, argument: str) -> None:
         raise TypeError(f"{name} must be a function of {argument}, got {display(value)}")
 
 
-@overload
-def positive(name: str, value: float, *, above: float = 0.0) -> float: ...
-@overload
-def positive(name: str, value: int, *, above: float = 0.0, whole: bool) -> int: ...
-def positive(name: str, value: float, *, above: float = 0.0, whole: bool = False) -> float:
+_Number = TypeVar("_Number", int, float)
+
+
+def positive(name: str, value: _Number, *, above: float = 0.0, whole: bool = False) -> _Number:
     """Return ``value`` if it is a finite number above ``above``; with ``whole`` it must be an int."""
     kinds = (int,) if whole else (int, float)
     wanted = f"{'an int' if whole else 'a number'} above {above:g}" if above else f"a positive {'int' if whole else 'number'}"
@@ -93,7 +92,7 @@ def positive(name: str, value: float, *, above: float = 0.0, whole: bool = False
         raise TypeError(f"{name} must be {wanted}, got {display(value)}")
     if not above < value < math.inf:
         raise ValueError(f"{name} must be {wanted}, got {display(value)}")
-    return value if whole else float(value)
+    return value if whole else float(value)  # type: ignore[return-value]
 
 
 def share(name: str, value: float) -> float:

@@ -36,14 +36,9 @@ def last_step(monitor: ModuleMonitor) -> int | None:
 
 
 class AdapterMonitor:
-    """The monitor of an adapter: a given one, or one that is made here, whose run begins with the training, when the processes are known.
-
-    Args:
-        monitor: not attached yet, with any metrics, sinks and detectors; None to have one made, to which these
-            may be added before the training.
-        arguments: those of :func:`torch_gradmon.watch` but what the trainer has; only without ``monitor``.
-        detectors: of a monitor that is made, in addition to those of its preset; only without ``monitor``.
-        framework: a name in :data:`torch_gradmon.core.trainers.TRAINERS`, by which a diagnosis gives advice.
+    """The monitor of an adapter: a given one, not attached yet; or one that is made here, by the ``arguments`` of
+    :func:`torch_gradmon.watch` and with these ``detectors`` too, whose run begins with the training, when the processes are known.
+    ``framework``: a name in :data:`torch_gradmon.core.trainers.TRAINERS`, by which a diagnosis gives advice.
     """
 
     def __init__(
@@ -107,17 +102,11 @@ class AdapterMonitor:
         source: GradientSource | None = None,
         trial: str | None = None,
     ) -> ModuleMonitor:
-        """Watch ``model`` from now on.
+        """Watch ``model`` from now on, see :meth:`ModuleMonitor.attach`.
 
         A monitor made here serves one model, with a run directory of its own; a second training of the same model continues with it.
-        A monitor of the same model from :func:`torch_gradmon.watch`, or from the adapter of another trainer, is detached.
-
-        Args:
-            model, optimizers, scaler, start_step: see :meth:`ModuleMonitor.attach`.
-            state: of :meth:`ModuleMonitor.state_dict` in the resumed run; one that does not fit is ignored with a warning.
-            trainer: owner of this adapter; it may have several for one model.
-            source: where the trainer's engine has gradients.
-            trial: name of this training among those of a search, which may be empty; None for no search.
+        A monitor of the same model from :func:`torch_gradmon.watch`, or from the adapter of another trainer, is detached. A ``state`` that
+        does not fit is ignored with a warning. ``trial``: the name of this training among those of a search, which may be empty.
         """
         is_new = self._model is None or self._model() is not model
         self.end()  # of an interrupted training
@@ -132,7 +121,7 @@ class AdapterMonitor:
         if self.monitor.module is not model:
             self.monitor.set_module(model)
             if self._is_made_here:
-                of = self._of_trial(self._arguments, trial)
+                of = self._of_trial(trial)
                 self.monitor._begin_run(of.get("run_dir"), of.get("log_to"))
         self._model = weakref.ref(model)
         first = start_step if is_new else None
@@ -147,24 +136,23 @@ class AdapterMonitor:
                 )
         return self.monitor
 
-    def _of_trial(self, arguments: Mapping[str, Any], trial: str | None) -> dict[str, Any]:
+    def _of_trial(self, trial: str | None) -> dict[str, Any]:
         """The arguments for one of several models, each of which has its run directory: a run would replace the one before."""
         self._models += 1
-        place = arguments.get("run_dir")
+        place = self._arguments.get("run_dir")
         if place is None or (trial is None and self._models == 1):
-            return dict(arguments)
+            return self._arguments
         name = re.sub(r"[^\w.,=+-]", "_", trial or "").lstrip(".") or f"trial-{self._models}"
         path = Path(place, name)
         message = (
             f"several models train with one callback: the run of this one is in {os.fspath(path)!r}, those of others beside it"
         )
         self._complaints.add("trial", message)
-        return {**arguments, "run_dir": path}
+        return {**self._arguments, "run_dir": path}
 
     def log(self, key: str, value: Any, aggregation: str = "mean") -> None:
-        """Log what the trainer knows about the step, for which the script need not do that; its own value would replace this one.
-
-        Waits for no device. What is not one real number, or has the key of a value of the monitor, is left out.
+        """Log what the trainer knows about the step; what the script logs replaces it. Waits for no device. What is not one real number, or
+        has the key of a value of the monitor, is left out.
         """
         if self._model is not None and is_number(value) and not parse_key(key).source:
             self.monitor._runtime.lifecycle.values.log(Key("", key, ""), value, aggregation, stands_in=True)
@@ -220,12 +208,8 @@ def is_number(value: Any) -> bool:
 class SchedulerRollback:
     """Undoes the moves of learning rate schedulers in skipped steps, in which the trainer moves them all the same.
 
-    Right after a skipped step, the states of schedulers and the options of their optimizers are stored; they are restored after the trainer
-    has moved its schedulers. Other steps copy nothing.
-
-    Args:
-        monitor, optimizers: unwrapped ones, which call hooks.
-        schedulers: a function that returns those that the trainer moves now.
+    Right after a skipped step, the states of the schedulers that the trainer moves now and the options of their optimizers are stored; they
+    are restored after the trainer has moved its schedulers. Other steps copy nothing. Optimizers are unwrapped ones, which call hooks.
     """
 
     def __init__(self, monitor: ModuleMonitor, optimizers: Iterable[Optimizer], schedulers: Callable[[], Iterable[Any]]) -> None:

@@ -181,7 +181,10 @@ class GradmonHandler(HasMonitor):
         has_step = last != self._last_step
         self._last_step, events = last, record.spikes if has_step and record is not None else ()
         self._spiked |= bool(events) or (has_step and monitor.step_was_skipped)
-        _set_flag(engine)
+        # with several handlers, each for its own model, a spike of any of them sets it
+        owners = (getattr(handler, "__self__", None) for handler, *_ in engine._event_handlers[Events.ITERATION_COMPLETED])
+        spiked = any(isinstance(owner, GradmonHandler) and owner._spiked for owner in owners)
+        engine.state.unhealthy_spike = spiked  # type: ignore[attr-defined]
         if not has_step:
             return
         metrics = engine.state.metrics
@@ -215,10 +218,3 @@ class GradmonHandler(HasMonitor):
         owners = [getattr(handler, "__self__", None) for handler, *_ in engine._event_handlers[Events.EXCEPTION_RAISED]]
         if owners[-1] is self and all(isinstance(owner, GradmonHandler) for owner in owners):
             raise error
-
-
-def _set_flag(engine: Engine) -> None:
-    """Set the flag of the trainer. With several handlers, each for its own model, a spike of any of them sets it."""
-    owners = (getattr(handler, "__self__", None) for handler, *_ in engine._event_handlers[Events.ITERATION_COMPLETED])
-    spiked = any(isinstance(owner, GradmonHandler) and owner._spiked for owner in owners)
-    engine.state.unhealthy_spike = spiked  # type: ignore[attr-defined]

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 # --- Means over the steps of an epoch ---
 
-
 #: The largest of this whole-model value in an epoch is kept, under its name with ``_max``.
 _NORM = "gradmon/grad_norm"
 #: Counters of the whole run; an epoch keeps their last values.

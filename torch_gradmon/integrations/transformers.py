@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import sys
-import weakref
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import trainer_callback
 
+from ..capture.hooks import WrappedMethod
 from ..core import validation as check
 from ..core.errors import WarningLog
 from ..core.fence import is_disabled
@@ -37,7 +37,7 @@ if not hasattr(trainer_callback, "ExportableState"):
 LOG_KEYS = ("grad_norm", "grad_norm_after_clip", "clip_fraction", "spike_score", "steps_not_applied")
 #: Of the Trainer's own line: what the monitor measures itself, and what is no value of the step.
 _NOT_TAKEN = frozenset({"grad_norm", "epoch", "step", "total_flos"})
-_STEP, _ADAPTERS, _REPLACED = "training_step", "gradmon_adapters", "gradmon_replaced"
+_STEP = "training_step"
 _RESTORE = "restore_callback_states_from_checkpoint"
 
 
@@ -85,7 +85,7 @@ class GradmonCallback(HasMonitor, trainer_callback.TrainerCallback, trainer_call
         self._logged = re.compile(rf"(?:^|\W|_){SUMMARY}/(?:{'|'.join(log_keys) or '(?!)'})$")
         self._line_values: dict[str, float] = {}  # the values for the next line, from steps after this one:
         self._line = -1
-        self._losses: _Losses | None = None
+        self._losses: WrappedMethod | None = None
         self._complaints = WarningLog()
 
     # --- called by the Trainer ----------------------------------------------------------------------------------------------
@@ -117,18 +117,25 @@ class GradmonCallback(HasMonitor, trainer_callback.TrainerCallback, trainer_call
         if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper":
             from ..monitor.engines import unpacked
 
-            model, (optimizer,), source = unpacked(_engine_of(own), [])
+            if not check.is_deepspeed(engine := getattr(own, "model_wrapped", None)):
+                raise ValueError(
+                    "the Trainer's DeepSpeed engine was not found, so GradmonCallback cannot follow it; call gradmon.watch(engine) with it "
+                    "instead"
+                )
+            model, (optimizer,), source = unpacked(engine, [])
         saved = self._saved(kept) if state.global_step > 0 else None
         scaler, start = getattr(optimizer, "scaler", None), state.global_step
+        # the name of the trial, which may be empty, in a search for hyperparameters
+        trial = (state.trial_name or "") if getattr(state, "is_hyper_param_search", False) else None
         # the control object identifies the Trainer: all its callbacks get the same one
         monitor = self._adapter.begin(
-            model, [optimizer], scaler=scaler, start_step=start, state=saved, trainer=control, source=source, trial=_trial(state)
+            model, [optimizer], scaler=scaler, start_step=start, state=saved, trainer=control, source=source, trial=trial
         )
         bound = float(getattr(args, "max_grad_norm", None) or 0.0)
         monitor._runtime.pipeline.directory.annotate(clip_bound=bound)
         if getattr(own, "compute_loss_func", None) is not None:
             monitor._runtime.pipeline.directory.annotate(trainer=WITH_LOSS_FUNCTION)
-        self._losses = None if own is None else _Losses(own, self._adapter)
+        self._losses = None if own is None else WrappedMethod(own, _STEP, self._logged_step)
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # of Accelerate
         self._adapter.hold_schedulers([check.bare_optimizer(optimizer)], lambda: [scheduler])
         self._line_values, self._line = {}, -1
@@ -178,6 +185,14 @@ class GradmonCallback(HasMonitor, trainer_callback.TrainerCallback, trainer_call
 
     # --- inside --------------------------------------------------------------------------------------------------------------
 
+    def _logged_step(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record what ``training_step`` of this one Trainer returns: the part of a micro-batch in the step's loss, as the Trainer divides
+        it, whatever the accumulation, and detached. Their sum is the loss that the Trainer would log for this step alone.
+        """
+        loss = training_step(*args, **kwargs)
+        self._adapter.log("loss", loss, "sum")
+        return loss
+
     def _saved(self, kept: Any) -> Any:
         """The monitor's state in a checkpoint.
 
@@ -220,70 +235,10 @@ class GradmonCallback(HasMonitor, trainer_callback.TrainerCallback, trainer_call
                     self._complaints.add(f"report:{name}", f"GradmonCallback does not report to {name}", error)
 
 
-class _Losses:
-    """Records what ``training_step`` of a Trainer returns.
-
-    That is the part of a micro-batch in the step's loss, as the Trainer divides it, whatever the accumulation, and detached: their sum is
-    the loss that the Trainer would log for this step alone. The method of this one Trainer is wrapped, and not its class.
-    """
-
-    def __init__(self, trainer: Any, adapter: AdapterMonitor) -> None:
-        self._trainer, self._adapter = weakref.ref(trainer), adapter
-        replaced = vars(trainer).get(_STEP)
-        if (adapters := getattr(replaced, _ADAPTERS, None)) is not None:  # of another callback
-            adapters.append(adapter)
-            return
-        adapters = [adapter]
-        own: Callable[[], Any] = weakref.WeakMethod(trainer.training_step) if replaced is None else lambda: replaced
-
-        @functools.wraps(trainer.training_step)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            loss = own()(*args, **kwargs)
-            for each in adapters:
-                each.log("loss", loss, "sum")
-            return loss
-
-        del training_step.__wrapped__  # it would keep the Trainer alive
-        setattr(training_step, _ADAPTERS, adapters)
-        setattr(training_step, _REPLACED, replaced)
-        setattr(trainer, _STEP, training_step)
-
-    def remove(self) -> None:
-        """Record no more. With the last callback the Trainer has its own method back."""
-        trainer: Any = self._trainer()
-        step: Any = None if trainer is None else vars(trainer).get(_STEP)
-        adapters = getattr(step, _ADAPTERS, [])
-        if self._adapter in adapters:
-            adapters.remove(self._adapter)
-            replaced = getattr(step, _REPLACED)
-            if not adapters and replaced is None:
-                delattr(trainer, _STEP)
-            elif not adapters:
-                setattr(trainer, _STEP, replaced)
-
-
 def _trainer_of(control: Any) -> Any:
     """The Trainer that is calling, which callbacks do not get: all of its callbacks share ``control``. None if it is not found."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        trainer = frame.f_locals.get("self")
-        if getattr(trainer, "control", None) is control and hasattr(trainer, _STEP):
-            return trainer
-        frame = frame.f_back
-    return None
-
-
-def _engine_of(trainer: Any) -> Any:
-    if check.is_deepspeed(engine := getattr(trainer, "model_wrapped", None)):
-        return engine
-    raise ValueError(
-        "the Trainer's DeepSpeed engine was not found, so GradmonCallback cannot follow it; call gradmon.watch(engine) with it instead"
-    )
-
-
-def _trial(state: Any) -> str | None:
-    """The name of the trial, which may be empty, in a search for hyperparameters; None elsewhere."""
-    return (state.trial_name or "") if getattr(state, "is_hyper_param_search", False) else None
+    callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe(2)))
+    return next((it for it in callers if getattr(it, "control", None) is control and hasattr(it, _STEP)), None)
 
 
 def _for_json(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..capture.gradients import GradientCapture
+from ..capture.gradients import GradientCapture, ParameterCapture
 from ..capture.measurer import Measurer
 from ..capture.module_source import ModuleSource
-from ..capture.parameters import ParameterCapture
 from ..core.fence import Fence
 from ..core.torch_modes import Unsaved, outside_dispatch_modes, rng_states, unsaved_of
 from ..step.active_step import IDLE, ActiveStep, Mode, RecordedStep

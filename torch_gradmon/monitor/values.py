@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..capture.hooks import PassTracker
 from ..capture.module_values import copied
-from ..capture.pass_tracker import PassTracker
 from ..core.errors import GradmonWarning
 from ..core.fence import Fence
 from ..core.keys import Key

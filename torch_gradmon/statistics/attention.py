@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -24,30 +23,23 @@ QUANTITIES = ("attention_entropy", "attention_entropy_normalized", "attention_ma
 _NO_WEIGHT = -1000.0
 
 
-@dataclass(frozen=True)
 class _AttentionCall:
-    """One call, with heads in groups that share a key head. All tensors are views."""
+    """One call, with heads in groups that share a key head. All tensors are views. One key head serves any number of query heads."""
 
-    query: Tensor  # ``[..., key heads, groups, L, E]``; key: ``[..., key heads, S, E]``
-    key: Tensor
-    mask: Tensor | None  # as many dimensions as ``query``, each of the size there or 1 (the last one S or 1), or None
-    is_causal: bool
-    scale: float
-    dtype: torch.dtype  # of the arithmetic: float32, or float64 if an input is
-
-    @classmethod
-    def of(cls, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> _AttentionCall:
-        """From the arguments of scaled dot product attention. One key head serves any number of query heads."""
+    def __init__(self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> None:
         leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3])  # type: ignore[no-untyped-call]
         heads = max(query.size(-3), key.size(-3))
         grouped = (key.size(-3), heads // max(key.size(-3), 1))
-        query = torch.unflatten(query.expand(*leading, heads, *query.shape[-2:]), -3, grouped)
-        if mask is not None:
-            mask = mask[(None,) * (query.dim() - 1 - mask.dim())]
+        # ``[..., key heads, groups, L, E]``, ``[..., key heads, S, E]``
+        self.query: Tensor = torch.unflatten(query.expand(*leading, heads, *query.shape[-2:]), -3, grouped)
+        self.key = key.expand(*leading, *key.shape[-3:])
+        if mask is not None:  # as many dimensions as the query, each of the size there or 1 (the last one S or 1)
+            mask = mask[(None,) * (self.query.dim() - 1 - mask.dim())]
             mask = torch.unflatten(mask, -3, grouped if mask.size(-3) > 1 else (1, 1))
-        scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-        dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
-        return cls(query, key.expand(*leading, *key.shape[-3:]), mask, is_causal, scale, dtype)
+        self.mask, self.is_causal = mask, is_causal
+        self.scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+        # of the arithmetic: float32, or float64 if an input is
+        self.dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), torch.float32)
 
     def visible(self) -> Tensor:
         """The number of keys visible to each query ``[..., key heads, groups, L]``, ignoring the mask."""
@@ -69,10 +61,8 @@ class _AttentionCall:
         return functional.threshold(mask, torch.finfo(mask.dtype).min / 2, -math.inf).to(self.dtype)
 
     def hide(self, logits: Tensor, queries: tuple[slice, ...], visible: Tensor, spare: Tensor) -> Tensor | None:
-        """Apply mask and ``is_causal`` to the logits of a block, and count the keys that a mask leaves visible; both in place.
-
-        Returns:
-            The first of these for each query, ``[...]`` as the mask's shape without the last dimension; None without a mask: all see key 0.
+        """Apply mask and ``is_causal`` to the logits of a block, and count the keys that a mask leaves visible; both in place. Returns the
+        first of these for each query, ``[...]`` as the mask's shape without the last dimension; None without a mask: all see key 0.
         """
         first: Tensor | None = None
         start, length, later = queries[-1].start, logits.size(-2), logits.size(-1) - queries[-1].start
@@ -129,18 +119,12 @@ def attention_rows(
     block's heads are copied if they need casting or are not contiguous, each at most one block or the keys of one head. Each query of a
     head takes 24 bytes meanwhile, and up to 80 at the end.
 
-    Args:
-        query: ``[..., heads, L, E]``, any floating dtype.
-        key: ``[..., key heads, S, E]``; heads are a multiple of key heads, as with ``enable_gqa``; keys are not repeated.
-        attn_mask: boolean or additive, of any shape that broadcasts to ``[..., heads, L, S]``; combined with ``is_causal``.
-        is_causal, scale, enable_gqa: as in :func:`torch.nn.functional.scaled_dot_product_attention`. Dropout is ignored.
-
-    Returns:
-        By quantity, rows ``[heads, 8]`` in the columns of :class:`torch_gradmon.core.moments.Column` over the queries of all batches, on
-        the device of the query in :func:`.tensor_access.accumulator_dtype`.
+    Takes the arguments of :func:`torch.nn.functional.scaled_dot_product_attention`: ``query`` ``[..., heads, L, E]``, ``key``
+    ``[..., key heads, S, E]``, whose heads divide those of the query and are not repeated, and a mask that broadcasts to
+    ``[..., heads, L, S]``. Returns rows ``[heads, 8]`` by quantity, over the queries of all batches, on the device of the query.
     """
     with torch.no_grad(), no_autocast(query.device.type):
-        values, visible = _per_query(_AttentionCall.of(query, key, attn_mask, is_causal, scale))
+        values, visible = _per_query(_AttentionCall(query, key, attn_mask, is_causal, scale))
         some, several = visible > 0, visible > 1
         rows = _rows(values, torch.stack([some, several, some, some]))
     return dict(zip(QUANTITIES, rows.unbind(0), strict=True))

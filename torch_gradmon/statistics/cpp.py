@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
-from .eager import EagerStatistics
-from .precise import measure_precisely, needs_precise_pass
+from .eager import EagerStatistics, measure_precisely, needs_precise_pass
 from .request import Batch, PlainTensors, Request, are_alike, as_plain, dtype_of, flat_pair, threshold
 
 #: The kernel's codes of dtypes.
@@ -82,7 +81,7 @@ class CppStatistics(EagerStatistics):
         limit = threshold(request.eps, torch.float32)
         scale = None if request.inverse_scale is None else _scale(request.inverse_scale)
         if self._kernel.rows(len(values), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr()):
-            closer, _ = needs_precise_pass(rows, ALL_COLUMNS)
+            closer, _ = needs_precise_pass(rows.tolist(), ALL_COLUMNS)
             rows[closer] = measure_precisely(Batch.read(values, others).take(closer), request)
         return rows
 

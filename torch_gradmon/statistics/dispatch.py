@@ -15,7 +15,7 @@ from ..core.moments import Column, identity
 from ..core.torch_modes import has_triton_kernels
 from . import cpp
 from .eager import EagerStatistics
-from .request import DEFAULT_EPS, Backend, Request
+from .request import DEFAULT_EPS, Request
 
 _KERNELS = {"auto": None, "build": True, "torch": False}
 
@@ -42,12 +42,12 @@ class Statistics:
         self.eps = eps
         self._complaints = complaints
         self._eager = EagerStatistics()
-        self._of: dict[str, Backend] = {}
+        self._of: dict[str, EagerStatistics] = {}
         self._lock = threading.Lock()  # forward hooks may fire on several threads, which share the scratch memory
         if compiled is not False:
             self._of["cpu"] = self._cpp(may_compile=bool(compiled))
 
-    def _cpp(self, may_compile: bool) -> Backend:
+    def _cpp(self, may_compile: bool) -> EagerStatistics:
         try:
             kernel = cpp.found()[0] or (cpp.compiled() if may_compile else None)
             return self._eager if kernel is None else cpp.CppStatistics(kernel)
@@ -55,7 +55,7 @@ class Statistics:
             self._complaints.add("compile", "the statistics could not be compiled, which makes them slower, not wrong", error)
             return self._eager
 
-    def _triton(self) -> Backend:
+    def _triton(self) -> EagerStatistics:
         try:
             from .triton import TritonStatistics
 
@@ -66,11 +66,10 @@ class Statistics:
 
     def row_of(self, tensor: Tensor, columns: frozenset[Column], inverse_scale: Tensor | None = None) -> list[float] | None:
         """The row of one CPU tensor as numbers, or None if :meth:`measure` must be used. See :meth:`EagerStatistics.row_of`."""
-        backend = self._of.get("cpu", self._eager)
-        if not tensor.is_cpu or not isinstance(backend, EagerStatistics):
+        if not tensor.is_cpu:
             return None
         with self._lock:
-            return backend.row_of(tensor, columns, self.eps, inverse_scale)
+            return self._of.get("cpu", self._eager).row_of(tensor, columns, self.eps, inverse_scale)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
         return self._by_backend("inner_products", first, second)
@@ -79,7 +78,7 @@ class Statistics:
         """Whether a kernel of its own measures tensors on ``device``, in a few launches however many they are."""
         return self._backend(device) is not self._eager
 
-    def _backend(self, device: torch.device) -> Backend:
+    def _backend(self, device: torch.device) -> EagerStatistics:
         backend = self._of.get(device.type)
         if backend is None:
             backend = self._of[device.type] = self._triton() if has_triton_kernels(device) else self._eager
@@ -92,7 +91,7 @@ class Statistics:
         inverse_scale: Tensor | None = None,
         minus: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`Backend.measure`."""
+        """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`EagerStatistics.rows`."""
         if not tensors:
             return identity(0)
         return self._by_backend("rows", tensors, Request(columns, self.eps, inverse_scale), minus)

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..core.moments import SUMMED, Column, from_columns, identity
+from ..core.moments import SUMMED, Column, from_columns, identity, merge
 from ..core.torch_modes import no_autocast, outside_dispatch_modes
-from .precise import inner_product, measure_precisely, needs_precise_pass, row_needs_precise_pass
-from .request import NARROW, Backend, Batch, Request, is_plain, threshold, threshold_of_squares
+from .request import NARROW, Batch, Request, accumulator_dtype, filled, flat_pair, is_plain, threshold, threshold_of_squares
 
 if TYPE_CHECKING:
     from .on_device import DeviceStatistics
@@ -36,7 +34,7 @@ CAPACITY = 1 << 18
 class Chunk:
     """Tensors that fit into the buffer together, in rows of ``run`` elements; every tensor starts a new row."""
 
-    def __init__(self, members: range, shapes: Sequence[torch.Size], run: int) -> None:
+    def __init__(self, members: slice, shapes: Sequence[torch.Size], run: int) -> None:
         self.members = members
         self._places: list[tuple[int, torch.Size]] = []
         self._views: dict[int, list[Tensor]] = {}
@@ -70,18 +68,8 @@ class PackedLayout:
     def __init__(self, shapes: Sequence[torch.Size], run: int) -> None:
         sizes = [shape.numel() for shape in shapes]
         rows = [-(-size // run) for size in sizes]
-        chunk_of: list[int] = []
-        filled, chunk = 0, 0
-        for count in rows:
-            if filled and filled + count * run > CAPACITY:
-                filled, chunk = 0, chunk + 1
-            filled += count * run
-            chunk_of.append(chunk)
-        self.chunks = []  # together they hold all tensors
-        for _, group in groupby(range(len(shapes)), key=chunk_of.__getitem__):
-            members = list(group)
-            span = range(members[0], members[-1] + 1)
-            self.chunks.append(Chunk(span, shapes[span.start : span.stop], run))
+        spans = [slice(places[0], places[-1] + 1) for places in filled([count * run for count in rows], CAPACITY)]
+        self.chunks = [Chunk(span, shapes[span], run) for span in spans]  # together they hold all tensors
         counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
         # the tensor of each row, int64, or None if every tensor has exactly one row
         self.owners = None if set(rows) == {1} else torch.arange(len(rows), device="cpu").repeat_interleave(counts)
@@ -94,85 +82,6 @@ _CACHED = 20_000
 
 #: Some columns of a block, or of all rows of a chunk.
 Columns = dict[Column, Tensor]
-
-
-class Scratch:
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def get(self, use: str, dtype: torch.dtype, size: int) -> Tensor:
-        buffer = self._buffers.get((use, dtype))
-        if buffer is None or buffer.numel() < size:
-            with outside_dispatch_modes(), torch.inference_mode(False):  # the buffer is written to outside of these modes
-                buffer = self._buffers[use, dtype] = torch.empty(size, dtype=dtype, device="cpu")
-        return buffer
-
-
-class PackedStatistics:
-    """Measures many small CPU tensors at once, in one packed buffer. Caches packing layouts."""
-
-    def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
-        self._layouts: OrderedDict[tuple[object, ...], PackedLayout] = OrderedDict()
-
-    def rows(self, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
-        """Rows ``[n, 8]`` of a batch of small CPU tensors, measured in ``dtype`` in rows of ``run`` elements."""
-        layout = self._layout([tensor.shape for tensor in batch.values], run)
-        parts = [self._of_rows(self._table(chunk, batch, request, dtype, run), chunk, request) for chunk in layout.chunks]
-        columns = parts[0]
-        if len(parts) > 1:
-            columns = {column: torch.cat([part[column] for part in parts]) for column in columns}
-        rows = from_columns(columns, layout.owners, len(batch.values))
-        rows[:, Column.COUNT] = layout.counts
-        if request.near_zero:
-            rows[:, Column.NEAR_ZERO] -= layout.padded
-        return rows
-
-    def _layout(self, shapes: list[torch.Size], run: int) -> PackedLayout:
-        key = (run, *shapes)
-        layout = self._layouts.get(key)
-        if layout is None:
-            with outside_dispatch_modes():
-                layout = self._layouts[key] = PackedLayout(shapes, run)
-            while sum(map(len, self._layouts)) > _CACHED and len(self._layouts) > 1:
-                self._layouts.popitem(last=False)
-        else:
-            self._layouts.move_to_end(key)
-        return layout
-
-    def _table(self, chunk: Chunk, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
-        """The chunk's tensors in rows of ``run``, zero-padded: ``[chunk.rows, run]``, in scratch memory."""
-        members, size = slice(chunk.members.start, chunk.members.stop), chunk.rows * run
-        buffer = self._scratch.get("packed", dtype, CAPACITY)
-        values = batch.values[members]
-        chunk.fill(buffer, values if request.inverse_scale is None else [request.unscaled(v) for v in values])
-        if batch.minus is not None:
-            other = self._scratch.get("packed minus", dtype, CAPACITY)
-            chunk.fill(other, batch.minus[members])
-            buffer[:size].sub_(other[:size])
-        return buffer[:size].view(-1, run)
-
-    def _of_rows(self, table: Tensor, chunk: Chunk, request: Request) -> Columns:
-        found: Columns = {}
-        dtype = table.dtype
-        scratch = self._scratch.get("rows", dtype, CAPACITY)[: table.numel()].view(table.shape)
-        if request.squares:
-            found[Column.SQUARE_SUM] = torch.mul(table, table, out=scratch).sum(dim=1)
-            if request.zeros_by_squares(dtype):
-                found[Column.NEAR_ZERO] = scratch.le_(threshold_of_squares(request.eps)).sum(dim=1)
-        if request.sums:
-            found[Column.SUM] = table.sum(dim=1)
-        if request.magnitudes and Column.NEAR_ZERO not in found:
-            magnitude = torch.abs(table, out=scratch)
-            found[Column.ABS_SUM] = magnitude.sum(dim=1)
-            if request.near_zero:
-                found[Column.NEAR_ZERO] = magnitude.le_(threshold(request.eps, dtype)).sum(dim=1)
-        if request.extremes:
-            chunk.pad(table.view(-1), torch.inf)
-            found[Column.MIN] = table.amin(dim=1)
-            chunk.pad(table.view(-1), -torch.inf)
-            found[Column.MAX] = table.amax(dim=1)
-        return found
 
 
 #: Elements per block and thread on CPU: 4 MB of float32 and as much scratch, which fit the third-level cache.
@@ -190,17 +99,12 @@ ROW = 1 << 7
 RUN = 1 << 8
 
 
-def measure(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
-    """:meth:`Backend.measure` of a new :class:`EagerStatistics`."""
-    return EagerStatistics().measure(tensors, *arguments, **options)
-
-
-class EagerStatistics(Backend):
+class EagerStatistics:
     """Measures lists of tensors. Keeps scratch memory (some megabytes) and packing layouts between calls. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._scratch = Scratch()
-        self._packed = PackedStatistics(self._scratch)
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._layouts: OrderedDict[tuple[object, ...], PackedLayout] = OrderedDict()
 
     @cached_property
     def on_device(self) -> DeviceStatistics:
@@ -209,6 +113,13 @@ class EagerStatistics(Backend):
         return DeviceStatistics()
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
+        """Statistics of each tensor: ``[len(tensors), 8]`` on their device, float64 (float32 if it has none). Does not synchronise.
+
+        All are on one device, of any floating, integer or complex dtype, dense or sparse, any strides, any size. Complex tensors count as
+        twice as many real numbers; a sparse tensor counts its implicit zeros. ``minus``: tensors of the same shapes to subtract; the
+        difference is rounded once, to float32 (float64 for float64). NotMeasurable for a tensor without readable local values (meta,
+        nested, sharded, inside a functorch transform).
+        """
         if not tensors:
             return identity(0)
         device = tensors[0].device
@@ -219,6 +130,7 @@ class EagerStatistics(Backend):
                 return self._measure(batch, request, device)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+        """The sum of ``a * b`` of each pair of tensors, all on one device: ``[n]``, in float64 if it has it. Does not synchronise."""
         with torch.no_grad():
             if not first[0].is_cpu:
                 return self.on_device.inner_products(first, second)
@@ -229,7 +141,7 @@ class EagerStatistics(Backend):
             return self.on_device.rows(batch, request)
         rows = self._first_pass(batch, request)
         # float64 costs twice as much and the precise pass four times, so only tensors that need it get it
-        closer, wider = needs_precise_pass(rows, request.columns)
+        closer, wider = needs_precise_pass(rows.tolist(), request.columns)
         if some := [i for i in wider if not batch.wide[i] and batch.values[i].numel() > TINY]:
             rows[some] = self._first_pass(batch.take(some, widened=True), request)
         if closer:
@@ -258,20 +170,87 @@ class EagerStatistics(Backend):
 
     def _group(self, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
         if run:
-            return self._packed.rows(batch, request, dtype, run)
+            return self._packed(batch, request, dtype, run)
         rows = [self._row(*batch.flat(index), request, dtype) for index in range(len(batch.values))]
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
+
+    def _scratch(self, use: str, dtype: torch.dtype, size: int = CAPACITY) -> Tensor:
+        buffer = self._buffers.get((use, dtype))
+        if buffer is None or buffer.numel() < size:
+            with outside_dispatch_modes(), torch.inference_mode(False):  # the buffer is written to outside of these modes
+                buffer = self._buffers[use, dtype] = torch.empty(size, dtype=dtype, device="cpu")
+        return buffer
+
+    # --- many small tensors, packed in one buffer ---
+
+    def _packed(self, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
+        """Rows ``[n, 8]`` of a batch of small CPU tensors, measured in ``dtype`` in rows of ``run`` elements."""
+        layout = self._layout([tensor.shape for tensor in batch.values], run)
+        parts = [self._of_rows(self._table(chunk, batch, request, dtype, run), chunk, request) for chunk in layout.chunks]
+        columns = parts[0]
+        if len(parts) > 1:
+            columns = {column: torch.cat([part[column] for part in parts]) for column in columns}
+        rows = from_columns(columns, layout.owners, len(batch.values))
+        rows[:, Column.COUNT] = layout.counts
+        if request.near_zero:
+            rows[:, Column.NEAR_ZERO] -= layout.padded
+        return rows
+
+    def _layout(self, shapes: list[torch.Size], run: int) -> PackedLayout:
+        key = (run, *shapes)
+        if key not in self._layouts:
+            with outside_dispatch_modes():
+                self._layouts[key] = PackedLayout(shapes, run)
+            while sum(map(len, self._layouts)) > _CACHED and len(self._layouts) > 1:
+                self._layouts.popitem(last=False)
+        self._layouts.move_to_end(key)
+        return self._layouts[key]
+
+    def _table(self, chunk: Chunk, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
+        """The chunk's tensors in rows of ``run``, zero-padded: ``[chunk.rows, run]``, in scratch memory."""
+        size, buffer = chunk.rows * run, self._scratch("packed", dtype)
+        values = batch.values[chunk.members]
+        chunk.fill(buffer, values if request.inverse_scale is None else [request.unscaled(v) for v in values])
+        if batch.minus is not None:
+            other = self._scratch("packed minus", dtype)
+            chunk.fill(other, batch.minus[chunk.members])
+            buffer[:size].sub_(other[:size])
+        return buffer[:size].view(-1, run)
+
+    def _of_rows(self, table: Tensor, chunk: Chunk, request: Request) -> Columns:
+        found: Columns = {}
+        dtype = table.dtype
+        scratch = self._scratch("rows", dtype)[: table.numel()].view(table.shape)
+        if request.squares:
+            found[Column.SQUARE_SUM] = torch.mul(table, table, out=scratch).sum(dim=1)
+            if request.zeros_by_squares(dtype):
+                found[Column.NEAR_ZERO] = scratch.le_(threshold_of_squares(request.eps)).sum(dim=1)
+        if request.sums:
+            found[Column.SUM] = table.sum(dim=1)
+        if request.magnitudes and Column.NEAR_ZERO not in found:
+            magnitude = torch.abs(table, out=scratch)
+            found[Column.ABS_SUM] = magnitude.sum(dim=1)
+            if request.near_zero:
+                found[Column.NEAR_ZERO] = magnitude.le_(threshold(request.eps, dtype)).sum(dim=1)
+        if request.extremes:
+            chunk.pad(table.view(-1), torch.inf)
+            found[Column.MIN] = table.amin(dim=1)
+            chunk.pad(table.view(-1), -torch.inf)
+            found[Column.MAX] = table.amax(dim=1)
+        return found
+
+    # --- one large tensor, block by block ---
 
     def row_of(
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
     ) -> list[float] | None:
-        """The row of one large CPU tensor as numbers, equal to that of :meth:`measure`, with as few calls as possible: for hooks, which
-        get one tensor at a time. None if :meth:`measure` must be used.
+        """The row of one large CPU tensor as numbers, equal to that of :meth:`rows`, with as few calls as possible: for hooks, which
+        get one tensor at a time. None if :meth:`rows` must be used.
         """
         if tensor.numel() <= SMALL or tensor.dtype not in NARROW or not is_plain(tensor) or not tensor.is_contiguous():
             return None
         row = self._row(tensor.detach().view(-1), None, Request(columns, eps, inverse_scale), torch.float32)
-        return None if any(row_needs_precise_pass(row, columns)) else row
+        return None if any(needs_precise_pass([row], columns)) else row
 
     def _row(self, values: Tensor, minus: Tensor | None, request: Request, dtype: torch.dtype) -> list[float]:
         row = [0.0] * SUMMED + [math.inf, -math.inf]
@@ -295,7 +274,7 @@ class EagerStatistics(Backend):
         for start in range(0, values.numel(), size):
             block = request.unscaled(values[start : start + size])
             if minus is not None or block.dtype != dtype:
-                block = self._scratch.get("block", dtype, size)[: block.numel()].copy_(block)
+                block = self._scratch("block", dtype, size)[: block.numel()].copy_(block)
             if minus is not None:
                 block.sub_(minus[start : start + size].to(dtype))
             yield block
@@ -307,7 +286,7 @@ class EagerStatistics(Backend):
         table, rest = (block, None) if wide else _runs(block)
         if request.zeros_by_squares(block.dtype):
             size = block.numel()
-            squares = torch.mul(block, block, out=self._scratch.get("magnitude", block.dtype, size)[:size])
+            squares = torch.mul(block, block, out=self._scratch("magnitude", block.dtype, size)[:size])
             found[Column.SQUARE_SUM] = _sum(*_runs(squares))
             limit = threshold_of_squares(request.eps)
             if not squares.amin().item() > limit:  # most tensors have no near-zero element, and the check costs half of counting
@@ -322,7 +301,7 @@ class EagerStatistics(Backend):
             found[Column.SUM] = table.sum() if wide else _sum(table, rest)
         if request.magnitudes and not request.zeros_by_squares(block.dtype):
             size = block.numel()
-            magnitude = torch.abs(block, out=self._scratch.get("magnitude", block.dtype, size)[:size])
+            magnitude = torch.abs(block, out=self._scratch("magnitude", block.dtype, size)[:size])
             found[Column.ABS_SUM] = magnitude.sum() if wide else _sum(*_runs(magnitude))
             if request.near_zero:
                 # in place and in floating point: a comparison into a boolean tensor costs several times as much
@@ -348,3 +327,91 @@ def _sum_of_squares(table: Tensor, rest: Tensor | None) -> Tensor:
         norms = torch.cat([norms, torch.linalg.vector_norm(rest).unsqueeze(0)])
     wide = norms.double()
     return torch.dot(wide, wide)
+
+
+# --- The second pass: which tensors need one, and rows that are right for any values; and inner products ---
+
+#: Outside of this range of the mean square, squares leave the range of float32.
+_SAFE = (1e-30, 1e30)
+#: Elements per block, which bounds the scratch memory; on CPU a block also fits the cache.
+_BLOCK = 1 << 17
+_PRODUCT_BLOCK = 1 << 20
+
+
+def needs_precise_pass(rows: Sequence[Sequence[float]], columns: frozenset[Column]) -> tuple[list[int], list[int]]:
+    """Of the rows of a first pass, as numbers, which hold NaN or Inf, and for which others float32 is too inexact."""
+    extremes = Column.MIN in columns or Column.MAX in columns
+    squares, magnitudes, sums = (column in columns for column in (Column.SQUARE_SUM, Column.ABS_SUM, Column.SUM))
+    nonfinite, imprecise = [], []
+    for place, row in enumerate(rows):
+        count, total, absolute, square, _, _, low, high = row
+        witness = sum(row if extremes else row[:SUMMED])
+        if not count:
+            continue
+        if witness - witness != 0:
+            nonfinite.append(place)
+        elif squares:
+            mean_square, mean = square / count, total / count
+            # all zeros are exact in any dtype
+            some = absolute != 0 if magnitudes else not extremes or low != 0 or high != 0
+            # if half of the square is in the mean, the std has up to twice the error of the sums; beyond that too much
+            if (some and not _SAFE[0] <= mean_square <= _SAFE[1]) or (sums and mean * mean > mean_square / 2):
+                imprecise.append(place)
+    return nonfinite, imprecise
+
+
+def measure_precisely(batch: Batch, request: Request) -> Tensor:
+    """Rows ``[n, 8]`` of tensors with any values, in float64, with all columns."""
+    device = batch.values[0].device
+    wide = accumulator_dtype(device)
+    rows = []
+    with torch.no_grad(), no_autocast(device.type):
+        for index in range(len(batch.values)):
+            values, minus = batch.flat(index)
+            parts = [identity(1, device, wide)[0]]
+            for start in range(0, values.numel(), _BLOCK):
+                block = request.unscaled(values[start : start + _BLOCK]).to(wide)
+                parts.append(_row_of_any(block if minus is None else block - minus[start : start + _BLOCK].to(wide), request.eps))
+            rows.append(merge(torch.stack(parts)))
+        return batch.add_implicit_zeros(torch.stack(rows))
+
+
+def _row_of_any(block: Tensor, eps: float) -> Tensor:
+    """The row of a block: ``[8]``. All in floating point: boolean tensors of this size cost several times as much on CPU."""
+    inf = torch.inf
+    # replace non-finite elements by values that the extremes ignore
+    above = torch.nan_to_num(block, nan=inf, posinf=inf, neginf=inf)
+    below = torch.nan_to_num(block, nan=-inf, posinf=-inf, neginf=-inf)
+    smallest, largest = above.amin(), below.amax()
+    magnitude = above.abs_()
+    columns = {
+        Column.COUNT: torch.full_like(block[0], block.numel()),
+        Column.SUM: block.sum(),
+        Column.ABS_SUM: torch.abs(block, out=below).sum(),
+        Column.SQUARE_SUM: torch.square(block, out=below).sum(),
+        Column.NONFINITE: torch.eq(magnitude, inf, out=below).sum(),
+        Column.NEAR_ZERO: magnitude.le_(eps).sum(),
+        Column.MIN: smallest,
+        Column.MAX: largest,
+    }
+    return torch.stack([columns[column] for column in Column])
+
+
+def inner_product(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of ``a * b`` over all elements, accumulated in float64 block by block: 0-d, on the tensors' device. Does not synchronise."""
+    return _sum_of_blocks(a, b, torch.dot)
+
+
+def sum_of_squared_ratios(a: Tensor, b: Tensor, divisor: float | Tensor, least: float) -> Tensor:
+    """Sum of ``a^2 / max(b / divisor, least)`` over all elements, as in :func:`inner_product`."""
+    return _sum_of_blocks(a, b, lambda x, y: (x.square() / (y / divisor).clamp(min=least)).sum())
+
+
+def _sum_of_blocks(a: Tensor, b: Tensor, of: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    with torch.no_grad():
+        left, right = flat_pair(a, b)
+        wide = accumulator_dtype(a.device)
+        total = torch.zeros((), dtype=wide, device=a.device)
+        for start in range(0, left.numel(), _PRODUCT_BLOCK):
+            total += of(left[start : start + _PRODUCT_BLOCK].to(wide), right[start : start + _PRODUCT_BLOCK].to(wide))
+        return total

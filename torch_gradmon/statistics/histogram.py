@@ -40,10 +40,8 @@ def central_sums(tensor: Tensor) -> Tensor:
 
 
 def kurtosis(parts: Tensor) -> Tensor:
-    """Pearson's kurtosis, ``n * sum (x - mean)^4 / (sum (x - mean)^2)^2``, 3 for a normal distribution, of all ``parts`` together.
-
-    Args:
-        parts: ``[n * 5]``, the results of :func:`central_sums` for the micro-batches.
+    """Pearson's kurtosis, ``n * sum (x - mean)^4 / (sum (x - mean)^2)^2``, 3 for a normal distribution, of all ``parts`` together:
+    ``[n * 5]``, the results of :func:`central_sums` for the micro-batches.
 
     The sums are moved to the common mean by the formulas of Pebay (2008, Sandia report SAND2008-6212). Infinite if there are no elements
     or all are equal up to rounding: then it is undefined.
@@ -59,7 +57,6 @@ def kurtosis(parts: Tensor) -> Tensor:
 
 
 # --- Singular values ---
-
 
 #: Steps of the bidiagonalisation, two products each, and squarings of its small matrix: 2^10 powers leave its largest eigenvalue.
 _STEPS, _SQUARINGS = 16, 10
@@ -210,7 +207,6 @@ def _start(rows: int) -> Tensor:
 
 # --- The exact norm of many tensors together, and the exact inner product of two ---
 
-
 #: The columns of a norm of each order, and those that decide whether float32 is accurate enough: with all of them a norm is the same to the
 #: last bit, whatever else is measured.
 NORM_COLUMNS = {
@@ -256,7 +252,6 @@ def norm_of_rows(rows: Tensor, norm_type: float, wide: bool) -> Tensor:
 
 
 # --- Histograms of magnitudes: elements per power of two ---
-
 
 #: ``floor(log2 |x|)`` of the first and the last class, which include everything beyond.
 LOWEST, HIGHEST = -40, 23

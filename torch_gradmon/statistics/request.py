@@ -1,8 +1,7 @@
-"""The interface of the backends: the request, the tensors as a batch, and ``measure``."""
+"""What the backends get: the request, and the tensors as a batch."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -17,7 +16,6 @@ from ..core.torch_modes import has_float64
 
 # --- Which tensors can be read, and how to flatten them ---
 
-
 #: Floating dtypes whose numbers float32 holds exactly, and which convert to it fast.
 NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
 #: Dtypes of real numbers that copy to float64.
@@ -31,6 +29,19 @@ dtype_of, _IS_CPU, _LAYOUT, _IS_NESTED, _DEVICE, _SHAPE = map(
 )
 _STRIDED = frozenset({torch.strided})
 is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def filled(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """The places of ``sizes``, in order, in groups that add up to at most ``most``; one that is larger is alone."""
+    groups: list[list[int]] = []
+    total = most
+    for place, size in enumerate(sizes):
+        if not groups or total + size > most:
+            groups.append([])
+            total = 0
+        groups[-1].append(place)
+        total += size
+    return groups
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
@@ -124,6 +135,11 @@ def _coalesced(tensor: Tensor) -> Tensor:
     return tensor.coalesce()
 
 
+def in_order_of_memory(tensor: Tensor) -> Tensor:
+    """The same with permuted dimensions: contiguous if it has neither gaps nor overlaps."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
 def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
     """All stored numbers of ``tensor`` as one dimension, and the number of implicit zeros. The order is arbitrary, so any dense layout is
     a view; only gaps and overlaps need a copy.
@@ -142,7 +158,7 @@ def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
         tensor = torch.view_as_real(tensor.resolve_conj())
         zeros *= 2
     if not tensor.is_contiguous():
-        dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        dense = in_order_of_memory(tensor)
         tensor = dense if dense.is_contiguous() else tensor
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
     return flat if type(flat) is Tensor else flat.as_subclass(Tensor), zeros
@@ -181,11 +197,8 @@ def threshold(eps: float, dtype: torch.dtype) -> float:
     """The largest number of ``dtype`` that is at most ``eps``: comparing with it equals comparing in real numbers."""
     if dtype != torch.float32:
         return eps
-    if eps >= torch.finfo(dtype).max:
-        return torch.finfo(dtype).max
-    bits = struct.unpack("<I", struct.pack("<f", eps))[0]
-    rounded: float = struct.unpack("<f", struct.pack("<I", bits))[0]
-    return rounded if rounded <= eps else float(struct.unpack("<f", struct.pack("<I", bits - 1))[0])
+    rounded = torch.tensor(min(eps, torch.finfo(dtype).max), dtype=dtype, device="cpu")
+    return float(rounded) if float(rounded) <= eps else float(torch.nextafter(rounded, -torch.ones_like(rounded)))
 
 
 DEFAULT_EPS = 1e-8
@@ -232,41 +245,6 @@ class Request:
             return values
         dtype = torch.float32 if values.dtype in NARROW else torch.float64
         return values.to(dtype) * self.inverse_scale.to(dtype)
-
-
-class Backend:
-    def measure(
-        self,
-        tensors: Sequence[Tensor],
-        columns: frozenset[Column] = ALL_COLUMNS,
-        *,
-        eps: float = DEFAULT_EPS,
-        inverse_scale: Tensor | None = None,
-        minus: Sequence[Tensor] | None = None,
-    ) -> Tensor:
-        """:meth:`rows` with the fields of the :class:`Request` as arguments."""
-        return self.rows(tensors, Request(columns, eps, inverse_scale), minus)
-
-    def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
-        """Statistics of each tensor.
-
-        Args:
-            tensors: on one device; any floating, integer or complex dtype, dense or sparse, any strides, any size. Complex tensors count as
-                twice as many real numbers; a sparse tensor counts its implicit zeros.
-            request: what to compute.
-            minus: tensors to subtract, of the same shapes; the difference is rounded once, to float32 (float64 for float64).
-
-        Returns:
-            ``[len(tensors), 8]`` on the tensors' device, float64 (float32 if the device has none). Does not synchronise.
-
-        Raises:
-            NotMeasurable: a tensor without readable local values (meta, nested, sharded, inside a functorch transform).
-        """
-        raise NotImplementedError
-
-    def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """The sum of ``a * b`` of each pair of tensors, all on one device: ``[n]``, in float64 if it has it. Does not synchronise."""
-        raise NotImplementedError
 
 
 @dataclass

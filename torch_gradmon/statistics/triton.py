@@ -31,7 +31,7 @@ from ..core.moments import WIDTH, Column
 from ..core.torch_modes import copied_to_device, stream_number
 from .eager import EagerStatistics
 from .on_device import DeviceStatistics
-from .request import Backend, Request, are_alike, are_unchanged_on, dtype_of, threshold
+from .request import Request, are_alike, are_unchanged_on, dtype_of, in_order_of_memory, threshold
 
 # --- The kernels behind :mod:`torch_gradmon.statistics.triton`. Importing this file imports Triton ---
 
@@ -303,7 +303,6 @@ INTERPRETED = not isinstance(merged_rows, triton.JITFunction)
 
 # --- Their launches ---
 
-
 #: Elements per program of the first kernel: 64 to 256 kB; ten million elements still give 306 programs.
 CHUNK = 1 << 15
 #: Groups of 16 bytes that a program of the first kernel loads at once: four for each of its 128 threads.
@@ -319,27 +318,24 @@ _KIND_OF_DEVICE = "cpu" if INTERPRETED else "cuda"
 _CACHED, _FEWEST = 20_000, 4
 
 
-class TritonStatistics(Backend):
+class TritonStatistics(EagerStatistics):
     """Measures lists of tensors with two kernels. Caches tables on the device, never a tensor. Not thread-safe."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._cached: OrderedDict[tuple[_Maker, tuple[int, ...], torch.device, int | None], tuple[Tensor, ...]] = OrderedDict()
         self._size = 0
-        self._others = EagerStatistics()  # for tensors that the kernels do not accept
-        self._others.on_device = DeviceStatistics()  # now, and not in the step that has the first of them
+        self.on_device = DeviceStatistics()  # now, and not in the step that has the first tensor that the kernels do not accept
 
     def __reduce__(self) -> tuple[type[TritonStatistics], tuple[()]]:
         return TritonStatistics, ()  # a copy starts empty: the tables hold addresses of this process
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
-        """See :meth:`Backend.rows`. All columns are filled, and each call returns new memory.
+        """See :meth:`EagerStatistics.rows`. All columns are filled, and each call returns new memory.
 
         Two kernel launches serve all tensors that :func:`supports` accepts; :class:`EagerStatistics` measures the others. Can be
-        captured into a CUDA graph after the same call has run outside of one; each replay writes the rows anew.
-
-        Raises:
-            NotMeasurable: see :meth:`Backend.rows`.
-            Exception: Triton cannot compile or launch the kernels.
+        captured into a CUDA graph after the same call has run outside of one; each replay writes the rows anew. Raises any Exception
+        where Triton cannot compile or launch the kernels.
         """
         scale = request.inverse_scale
         partners: Sequence[Tensor | None] = [None] * len(tensors) if minus is None else minus
@@ -347,13 +343,13 @@ class TritonStatistics(Backend):
         if tensors and (scale is None or (_readable(scale, tensors[0].device) and _has_memory(scale))):
             taken = _supported(tensors, partners)
         if not taken:
-            return self._others.rows(tensors, request, minus)
+            return super().rows(tensors, request, minus)
         rows = self._rows([tensors[i] for i in taken], [partners[i] for i in taken], request.eps, scale)
         if len(taken) == len(tensors):
             return rows
         rest = sorted(set(range(len(tensors))) - set(taken))
         less = None if minus is None else [minus[i] for i in rest]
-        return self._in_order(taken, rows, rest, self._others.rows([tensors[i] for i in rest], request, less))
+        return self._in_order(taken, rows, rest, super().rows([tensors[i] for i in rest], request, less))
 
     def _in_order(self, taken: Sequence[int], rows: Tensor, rest: list[int], others: Tensor) -> Tensor:
         """``rows`` at the places ``taken``, and ``others`` at the ``rest``."""
@@ -389,15 +385,15 @@ class TritonStatistics(Backend):
         return rows
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Backend.inner_products`. Two kernel launches serve all pairs that :func:`supports` accepts."""
+        """See :meth:`EagerStatistics.inner_products`. Two kernel launches serve all pairs that :func:`supports` accepts."""
         taken = _supported(first, second)
         if not taken:
-            return self._others.inner_products(first, second)
+            return super().inner_products(first, second)
         sums = self._sums([first[i] for i in taken], [second[i] for i in taken])
         if len(taken) == len(first):
             return sums
         rest = sorted(set(range(len(first))) - set(taken))
-        others = self._others.inner_products([first[i] for i in rest], [second[i] for i in rest])
+        others = super().inner_products([first[i] for i in rest], [second[i] for i in rest])
         return self._in_order(taken, sums, rest, others)
 
     def _sums(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
@@ -482,7 +478,7 @@ def _fits(tensor: Tensor, minus: Tensor | None) -> bool:
     contiguous = tensor.is_contiguous()
     if minus is not None and not (contiguous and minus.is_contiguous()) and minus.stride() != tensor.stride():
         return False
-    return contiguous or _has_no_gaps(tensor)
+    return contiguous or in_order_of_memory(tensor).is_contiguous()
 
 
 def _readable(tensor: Tensor, device: torch.device) -> bool:
@@ -492,17 +488,6 @@ def _readable(tensor: Tensor, device: torch.device) -> bool:
 
 def _has_memory(tensor: Tensor) -> bool:
     return tensor.data_ptr() != 0 or tensor.numel() == 0
-
-
-def _has_no_gaps(tensor: Tensor) -> bool:
-    """Whether the strides are those of a contiguous tensor with permuted dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 @lru_cache(maxsize=64)
