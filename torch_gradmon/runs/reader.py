@@ -184,7 +184,7 @@ class RunReader:
         return steps[0 if since is None else bisect_left(steps, since) :]
 
     def stacks(self, source: str, since: int | None = None, among: Iterable[int] | None = None) -> Iterator[StatsSeries]:
-        """The statistics of ``source`` in the steps from ``since`` on that have them, or of ``among``, ascending, some hundred at a time."""
+        """The statistics of ``source`` of the steps from ``since`` on that have them, or of ``among``, ascending, some hundred at once."""
         steps, blobs, last, size = list[int](), list[bytes](), NO_LAYOUT, 0
         wanted = self._since(since, self._index.steps_with(source)) if among is None else among
         found = ((step, *self._index.rows(step, source).get(source, (NO_LAYOUT, b""))) for step in wanted)
