@@ -57,7 +57,7 @@ OPTIONAL = {
 #: Optional packages that a file may import.
 ALSO = {
     "core.formatting": {"tqdm"},
-    "cli.commands.one_run": {"rich"},
+    "cli.commands.common": {"rich"},
     "cli.demo": {"rich", "tqdm"},
     "runs.export": {"pyarrow"},
     "integrations.accelerate": {"accelerate"},
@@ -71,7 +71,6 @@ ALSO = {
     "cli.terminal.tables": {"rich"},
     "cli.terminal.live_loop": {"rich"},
     "server.agents": {"mcp"},
-    "cli.commands.training": {"rich"},
     "analysis.width_sweep.result": {"matplotlib", "plotly"},
 }
 

@@ -23,8 +23,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import load_run
 from torch_gradmon.analysis.run import read_run
 from torch_gradmon.cli.main import main
-from torch_gradmon.cli.terminal.live import LiveRun, RunFollower
-from torch_gradmon.cli.terminal.sparkline import ASCII, BLOCKS, Columns, sparkline
+from torch_gradmon.cli.terminal.live import ASCII, BLOCKS, Columns, LiveRun, RunFollower, sparkline
 from torch_gradmon.core.keys import GRADIENT_BEFORE_CLIP, SUMMARY, Key
 from torch_gradmon.runs.log import BLOCK, LogReader
 from torch_gradmon.runs.writer import RunWriter

@@ -47,8 +47,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def plain() -> tuple[dict[str, dict[str, Tensor]], float]:
-    """The same training without a monitor: gradients before and after the clip, parameters and updates of step 20, and its loss."""
+def plain() -> tuple[list[dict[str, dict[str, Tensor]]], list[float]]:
+    """The same training without a monitor: by step gradients before and after the clip, parameters and updates, and its loss."""
     from torch_gradmon.cli.demo import LEARNING_RATE, MAX_NORM, WARM_UP
     from torch_gradmon.cli.demo_model import CharacterGPT, corpus, draw
 
@@ -57,7 +57,8 @@ def plain() -> tuple[dict[str, dict[str, Tensor]], float]:
     model, generator = CharacterGPT(characters, _sizes()), torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
-    for _ in range(21):
+    steps, losses = [], []
+    for _ in range(STEPS):
         optimizer.zero_grad()
         loss = model(*draw(data, _sizes(), generator))
         loss.backward()
@@ -69,39 +70,52 @@ def plain() -> tuple[dict[str, dict[str, Tensor]], float]:
         optimizer.step()
         seen["update"] = {name: p.detach().double() - seen["parameter"][name] for name, p in named.items()}
         schedule.step()
-    return seen, loss.item()
+        steps.append(seen)
+        losses.append(loss.item())
+    return steps, losses
 
 
-def _all(tensors: dict[str, Tensor], names: list[str]) -> Tensor:
-    return torch.cat([tensors[name].flatten() for name in names])
+def _all(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
+def _middle(values: list[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def test_every_number_in_the_table_is_that_of_a_plain_loop(finished: Any, plain: Any) -> None:
-    seen, _ = plain
-    members = {row.layer: [f"{row.layer}.weight"] for row in finished.rows if row.layer != "all norms"}
-    members["all norms"] = [name for name in seen["before"] if "norm" in name]
-    assert sorted(name for names in members.values() for name in names) == sorted(seen["before"])
-    whole = _all(seen["before"], list(seen["before"])).norm().item()
+    steps, _ = plain
+    assert sorted(row.name for row in finished.rows) == sorted(steps[0]["before"])
     for row in finished.rows:
-        before, after, parameter, update = (_all(seen[what], members[row.layer]) for what in _SEEN)
-        assert row.before_clip == pytest.approx(before.norm().item(), rel=1e-6), row
-        assert row.after_clip == pytest.approx(after.norm().item(), rel=1e-6), row
-        assert row.share == pytest.approx((before.norm().item() / whole) ** 2, rel=1e-6), row
-        assert row.update_ratio == pytest.approx((update.norm() / parameter.norm()).item(), rel=1e-6), row
-        assert row.sparsity == pytest.approx((before.abs() <= 1e-8).double().mean().item(), rel=1e-6), row
+        before, after, parameter, update = ([seen[what][row.name] for seen in steps] for what in _SEEN)
+        norms = [each.norm().item() for each in before]
+        shares = [norm**2 / _all(seen["before"]).norm().item() ** 2 for norm, seen in zip(norms, steps, strict=True)]
+        ratios = [(update[step].norm() / parameter[step].norm()).item() for step in (0, 10, 20) if parameter[step].norm() > 0]
+        assert row.norm == pytest.approx(_middle(norms), rel=1e-6), row
+        assert (row.largest, row.at) == (pytest.approx(max(norms), rel=1e-6), norms.index(max(norms))), row
+        assert row.clipped == pytest.approx(_middle([each.norm().item() for each in after]), rel=1e-6), row
+        assert row.share == pytest.approx(sum(shares) / STEPS, rel=1e-6), row
+        assert row.update == pytest.approx(_middle(ratios), rel=1e-6), row
+        assert row.zeros == pytest.approx(_middle([(each.abs() <= 1e-8).double().mean().item() for each in before]), rel=1e-6), (
+            row
+        )
     assert sum(row.share for row in finished.rows) == pytest.approx(1)
 
 
-def test_the_test_sees_a_clip_and_some_sparsity(finished: Any) -> None:
-    assert all(row.after_clip < 0.999 * row.before_clip for row in finished.rows)
-    assert any(row.sparsity > 0 for row in finished.rows)
+def test_the_test_sees_a_clip_and_some_sparsity(finished: Any, plain: Any) -> None:
+    assert all(row.clipped < 0.999 * row.norm for row in finished.rows)
+    expected = {name: (tensor.abs() <= 1e-8).double().mean().item() for name, tensor in plain[0][20]["before"].items()}
+    with gradmon.load_run(finished.name) as run:
+        sparsity = {name: run.series(f"gradient_before_clip/{name}/sparsity")[20] for name in expected}
+    assert sparsity == pytest.approx(expected, rel=1e-6)
+    assert any(share > 0 for share in sparsity.values())
 
 
 def test_the_whole_model_values_are_those_of_a_plain_loop(finished: Any, plain: Any) -> None:
-    seen, loss = plain
-    whole = {what: _all(tensors, list(tensors)).norm().item() for what, tensors in seen.items()}
-    values = finished.values
-    assert finished.step == 20
+    seen, loss = plain[0][20], plain[1][20]
+    whole = {what: _all(tensors).norm().item() for what, tensors in seen.items()}
+    with gradmon.load_run(finished.name) as run:
+        values = run.record(20).metrics
     assert values["gradmon/grad_norm"] == pytest.approx(whole["before"], rel=1e-6)
     assert values["gradmon/grad_norm_after_clip"] == pytest.approx(whole["after"], rel=1e-6)
     assert values["gradmon/update_ratio"] == pytest.approx(whole["update"] / whole["parameter"], rel=1e-6)
@@ -109,26 +123,28 @@ def test_the_whole_model_values_are_those_of_a_plain_loop(finished: Any, plain: 
 
 
 def test_the_run_and_the_lines_hold_every_step(finished: Any) -> None:
-    run = gradmon.load_run(finished.run_dir)
-    lines = [json.loads(line) for line in (finished.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert run.steps == [line["step"] for line in lines] == list(range(STEPS))
-    assert {key: value for key, value in lines[20].items() if key != "step"} == dict(finished.values)
-    assert run.series("gradmon/grad_norm")[20] == pytest.approx(finished.values["gradmon/grad_norm"])
-    run.close()
+    text = (Path(finished.name) / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
+    with gradmon.load_run(finished.name) as run:
+        assert run.steps == [line["step"] for line in lines] == list(range(STEPS))
+        for key in ("loss", "gradmon/grad_norm", "gradient/blocks.0.up.weight/norm", "update/blocks.0.up.weight/norm"):
+            assert run.series(key)[20] == pytest.approx(lines[20][key], rel=1e-6)
 
 
-def test_the_printed_report_and_the_picture_hold_the_table(finished: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_tables_and_the_picture_hold_the_rows(finished: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     from torch_gradmon.cli.demo import report
+    from torch_gradmon.core.formatting import number, percent
 
-    report(Console(width=80), finished)
+    report(Console(width=80, highlight=False), finished)
     printed = capsys.readouterr().out
-    assert all(len(line) <= 80 for line in printed.splitlines() if str(finished.run_dir) not in line)
-    picture = finished.run_dir.parent / "pictures" / "table.svg"
+    assert all(len(line) <= 80 for line in printed.splitlines() if finished.name not in line)
+    assert "overhead_fraction" in printed
+    picture = Path(finished.name).parent / "pictures" / "table.svg"
     drawn = "".join(xml.etree.ElementTree.parse(picture).getroot().itertext())
     for row in finished.rows:
-        for text in (row.layer, f"{row.before_clip:.3f}", f"{row.share:.1%}"):
+        for text in (row.name, number(row.norm), percent(row.share)):
             assert text.replace(" ", "\N{NO-BREAK SPACE}") in drawn
             assert text in printed
 
@@ -137,7 +153,7 @@ def test_the_printed_report_and_the_picture_hold_the_table(finished: Any, capsys
 def test_a_run_too_short_for_a_score_is_shown_all_the_same(steps: int, tmp_path: Path) -> None:
     from torch_gradmon.cli.demo import demo
 
-    assert demo(steps, tmp_path, None, 0, _sizes()).step == 0
+    assert demo(steps, tmp_path, None, 0, _sizes()).overview.steps == steps
 
 
 # --- the command line ------------------------------------------------------------------------------------------------------------

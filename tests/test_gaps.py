@@ -17,8 +17,7 @@ from torch_gradmon.analysis.plots import charts, elements
 from torch_gradmon.analysis.plots.charts import PanelSet, RunPair
 from torch_gradmon.analysis.plots.elements import LAYER_VIEWS, Heatmap, Line, LineChart, Panel, Subplot, downsampled
 from torch_gradmon.analysis.run import read_run
-from torch_gradmon.cli.terminal.live import LiveRun
-from torch_gradmon.cli.terminal.sparkline import Columns
+from torch_gradmon.cli.terminal.live import Columns, LiveRun
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.writer import RunWriter

@@ -8,19 +8,16 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -29,94 +26,28 @@ import torch_gradmon as gradmon
 from ..core.fence import is_disabled
 from ..sinks import JsonlSink
 from .demo_model import CharacterGPT, Sizes, corpus, draw
+from .terminal.layer_table import RunSummary, summarize
+from .terminal.tables import show_summary
 
 # --- tables ---
 
 
-class DemoRow(NamedTuple):
-    """A row of the table: one matrix, or all norm layers together. Values that were not measured are NaN."""
-
-    layer: str
-    before_clip: float
-    after_clip: float
-    share: float
-    update_ratio: float
-    sparsity: float
-
-
-class DemoResult(NamedTuple):
-    step: int  # the last step that measured updates; the values are of this step
-    values: Mapping[str, float]  # all values of it by key
-    rows: Sequence[DemoRow]  # the table of layers
-    steps: int  # number of steps
-    overhead_fraction: float  # time spent in the monitor, mean over all steps
-    run_dir: Path  # the run directory
-
-
-def rows(values: Mapping[str, float], elements: Mapping[str, int]) -> list[DemoRow]:
-    """A row for each matrix, and one for all norm layers; ``elements`` are the sizes of the parameters by name."""
-    groups: dict[str, list[str]] = {}
-    for name in elements:
-        groups.setdefault("all norms" if "norm" in name else name.removesuffix(".weight"), []).append(name)
-    groups["all norms"] = groups.pop("all norms")  # to the end
-    found = []
-    for layer, names in groups.items():
-        before, after, update, parameter = (
-            math.hypot(*(values.get(f"{source}/{name}/norm", math.nan) for name in names))
-            for source in ("gradient_before_clip", "gradient", "update", "parameter")
-        )
-        near_zero = sum(values[f"gradient_before_clip/{name}/sparsity"] * elements[name] for name in names)
-        share, ratio = (before / values["gradmon/grad_norm"]) ** 2, update / parameter if parameter > 0 else math.nan
-        found.append(DemoRow(layer, before, after, share, ratio, near_zero / sum(elements[name] for name in names)))
-    return found
-
-
-def report(console: Console, result: DemoResult) -> None:
-    values = result.values
-    summary = Table.grid(padding=(0, 2))
-    for name, meaning in (
-        ("grad_norm", "norm of all gradients before the clip"),
-        ("clip_fraction", "of the last 100 steps had their gradients clipped"),
-        ("update_ratio", "norm of the update over that of the parameters"),
-        ("spike_score", "robust deviations of grad_norm above normal"),
-    ):
-        summary.add_row(f"[bold]{name}", _number(values.get(f"gradmon/{name}", math.nan), name), f"[dim]{meaning}")
-    overhead = f"of the time is spent in the monitor, mean of {result.steps} steps"
-    summary.add_row("[bold]overhead_fraction", f"{result.overhead_fraction:.1%}", f"[dim]{overhead}")
-    console.print(f"\nWhole model, step {result.step}, loss {values['loss']:.3f}", style="bold cyan")
-    console.print(summary)
-
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("layer", no_wrap=True)
-    for heading in (
-        "gradient\nbefore clip",
-        "gradient\nafter clip",
-        "share of\nsquared norm",
-        "update\nratio",
-        "gradient\nsparsity",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    largest = max(result.rows, key=lambda row: row.share)
-    for row in result.rows:
-        norms, ratio = (_number(row.before_clip), _number(row.after_clip)), _number(row.update_ratio, "update_ratio")
-        style = "bold yellow" if row is largest else None
-        table.add_row(row.layer, *norms, f"{row.share:.1%}", ratio, f"{row.sparsity:.1%}", style=style)
-    console.print(f"\nLayers, step {result.step}", style="bold cyan")
-    console.print(table)
-
-    run = json.dumps(str(result.run_dir))
+def report(console: Console, summary: RunSummary) -> None:
+    """What ``gradmon summary`` shows of the run, and what to do from here."""
+    console.print()
+    show_summary(console, summary)
     console.print("\nFrom here", style="bold cyan")
     for what, how in (
-        ("read the run", f'torch_gradmon.load_run({run}).series("gradmon/grad_norm")'),
-        ("all values", f"{result.run_dir / 'metrics.jsonl'}, one line a step"),
+        ("read the run", f'torch_gradmon.load_run({json.dumps(summary.name)}).series("gradmon/grad_norm")'),
+        ("all values", f"{Path(summary.name) / 'metrics.jsonl'}, one line a step"),
         ("your model", "monitor = torch_gradmon.watch(model, optimizer)"),
     ):
         console.print(f"{what:14}{how}", markup=False, soft_wrap=True)
 
 
-def picture(result: DemoResult) -> str:
+def picture(summary: RunSummary) -> str:
     console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, highlight=False)
-    report(console, result)
+    report(console, summary)
     console.print()  # otherwise the frame cuts the underscores of the last line
     drawn = console.export_svg(title="gradmon demo")
     # some viewers drop leading spaces, so move the text instead
@@ -127,15 +58,6 @@ def _moved(match: re.Match[str]) -> str:
     x, y, length = (float(number) for number in match.groups()[:3])
     shift = 12.2 * match[5].count("&")  # the width of a character in rich's pictures
     return f'x="{x + shift:g}" y="{y:g}" textLength="{length - shift:g}"{match[4]}>'
-
-
-def _number(value: float, kind: str = "") -> str:
-    if math.isnan(value):
-        return "-"
-    if kind == "update_ratio":
-        mantissa, _, exponent = f"{value:.1e}".partition("e")
-        return f"{mantissa}e{int(exponent)}"
-    return f"{value:.0%}" if kind == "clip_fraction" else f"{value:.1f}" if kind == "spike_score" else f"{value:.3f}"
 
 
 # --- the training ---
@@ -157,12 +79,12 @@ def spoiled_in(steps: int, sizes: Sizes) -> tuple[int, str] | None:
     return (SPOILED if steps > SPOILED + 50 else steps * 2 // 3), f"blocks.{min(2, sizes.blocks - 1)}.up"
 
 
-def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: Path, seed: int) -> gradmon.ModuleMonitor:
+def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: Path, seed: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     generator = torch.Generator().manual_seed(seed)
 
-    monitor = gradmon.watch(model, optimizer, run_dir=run_dir)  # the one line that is needed; the rest is for the table
+    monitor = gradmon.watch(model, optimizer, run_dir=run_dir)  # the one line that is needed; the rest is for metrics.jsonl
     monitor.add_gradient_metric("norm")
     monitor.add_gradient_metric("sparsity", stages=["before_clip"])
     monitor.add_update_metric("norm", every=UPDATE_EVERY)
@@ -182,7 +104,6 @@ def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: 
         monitor.log_scalar("loss", loss.detach())
         progress.set_postfix(loss=f"{loss.item():.2f}", grad_norm=f"{norm.item():.2f}", refresh=False)
     monitor.detach()
-    return monitor
 
 
 @contextmanager
@@ -201,8 +122,8 @@ def demo(
     svg: str | os.PathLike[str] | None = None,
     seed: int = 0,
     sizes: Sizes | None = None,
-) -> DemoResult:
-    """Train, and print the table of layers, which ``svg`` gets as a picture. ``run_dir`` also gets a ``metrics.jsonl``.
+) -> RunSummary:
+    """Train, and print the tables, which ``svg`` gets as a picture. ``run_dir`` also gets a ``metrics.jsonl``.
 
     Raises:
         ValueError: ``GRADMON_DISABLE`` is set, so there is nothing to show.
@@ -233,16 +154,14 @@ def demo(
             warnings.filterwarnings("ignore", "torch_gradmon: the run directory .* takes its place")
         # above the progress bar, without the line of code that they come from
         warnings.showwarning = lambda message, *_: tqdm.write(f"warning: {message}", file=sys.stderr)
-        history = train(model, data, sizes, steps, run_dir, seed).get_all_metrics()
-    step = max(step for step in history if step % UPDATE_EVERY == 0)
-    overhead = sum(values["gradmon/overhead_fraction"] for values in history.values()) / len(history)
-    elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    result = DemoResult(step, history[step], rows(history[step], elements), steps, overhead, run_dir)
-    report(console, result)
+        train(model, data, sizes, steps, run_dir, seed)
+    with gradmon.load_run(run_dir) as run:
+        summary = summarize(run._reader, os.fspath(run_dir))
+    report(console, summary)
     if svg is not None:
-        Path(svg).write_text(picture(result), encoding="utf-8")
+        Path(svg).write_text(picture(summary), encoding="utf-8")
     _diagnose(console, run_dir)
-    return result
+    return summary
 
 
 def _diagnose(console: Console, run_dir: Path) -> None:

@@ -1009,8 +1009,8 @@ class ModuleMonitor:
                 connect("" if place is None else str(place), partial(_findings, runtime))
             is_deferred = deferred or not getattr(each, "takes_values", True)
             kept = _Kept(weakref.ref(pipeline.directory))
-            filtered = FilteredSink(each, keys, every, complaints, is_deferred, thread, kept, logged_anyhow(given))
-            filtered.stand_for(given, on_all_ranks)
+            without = logged_anyhow(given)
+            filtered = FilteredSink(each, keys, every, complaints, is_deferred, thread, kept, without, given, on_all_ranks)
             if callable(before_finish := getattr(each, "before_finish", None)):
                 before_finish(partial(at_exit, runtime))
             pipeline.publisher.add(filtered)

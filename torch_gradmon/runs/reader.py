@@ -183,10 +183,10 @@ class RunReader:
     def _since(since: int | None, steps: list[int]) -> list[int]:
         return steps[0 if since is None else bisect_left(steps, since) :]
 
-    def stacks(self, source: str, since: int | None = None) -> Iterator[StatsSeries]:
-        """The statistics of ``source`` in the steps from ``since`` on that have them, ascending, some hundred steps at a time."""
+    def stacks(self, source: str, since: int | None = None, among: Iterable[int] | None = None) -> Iterator[StatsSeries]:
+        """The statistics of ``source`` of the steps from ``since`` on that have them, or of ``among``, ascending, some hundred at once."""
         steps, blobs, last, size = list[int](), list[bytes](), NO_LAYOUT, 0
-        wanted = self._since(since, self._index.steps_with(source))
+        wanted = self._since(since, self._index.steps_with(source)) if among is None else among
         found = ((step, *self._index.rows(step, source).get(source, (NO_LAYOUT, b""))) for step in wanted)
         for step, layout, data in chain(found, [(-1, NO_LAYOUT, b"")]):
             if layout is NO_LAYOUT and step >= 0:  # rows of other sources alone
@@ -317,10 +317,10 @@ class StatsSeries:
         place = {name: number for number, name in enumerate(self.names)}
         return StatsSeries(self.steps, names, self.rows[:, [place[name] for name in names]], self.columns)
 
-    def at(self, places: Sequence[int]) -> StatsSeries:
-        if len(places) == len(self.steps):
-            return self
-        return StatsSeries(tuple(self.steps[place] for place in places), self.names, self.rows[list(places)], self.columns)
+    def at(self, steps: Sequence[int]) -> StatsSeries:
+        """Only these steps, which must all be present."""
+        places = [bisect_left(self.steps, step) for step in steps]
+        return StatsSeries(tuple(steps), self.names, self.rows[places], self.columns)
 
     def merged(self, names: tuple[str, ...], groups: list[int]) -> StatsSeries:
         """Sum tensors into the groups ``names``; ``groups`` has the group of each tensor. Exact, since rows are additive."""
@@ -329,25 +329,6 @@ class StatsSeries:
         index = torch.tensor(groups, dtype=torch.int64, device="cpu") + offsets
         rows = merge_by_group(self.rows.reshape(-1, WIDTH), index.flatten(), count * len(names))
         return StatsSeries(self.steps, names, rows.reshape(count, len(names), WIDTH), self.columns)
-
-
-def paired(some: Iterable[StatsSeries], others: Iterable[StatsSeries]) -> Iterator[tuple[StatsSeries, StatsSeries]]:
-    """Pairs with the common steps and tensors, such as of updates and weights. Both inputs are ascending and consumed once."""
-    coming, waiting = iter(others), list[StatsSeries]()
-    for one in some:
-        while not waiting or waiting[-1].steps[-1] < one.steps[-1]:
-            following = next(coming, None)
-            if following is None:
-                break
-            waiting.append(following)
-        for other in waiting:
-            common = set(one.steps).intersection(other.steps)
-            names = set(one.names).intersection(other.names)
-            if common and names:
-                pair = [each.at([place for place, step in enumerate(each.steps) if step in common]) for each in (one, other)]
-                shared = tuple(name for name in one.names if name in names)
-                yield pair[0].of(shared), pair[1].of(shared)
-        waiting = [other for other in waiting if other.steps[-1] > one.steps[-1]]
 
 
 #: A matrix of steps by names may have so many cells, or so many for each value that is stored: a run of a few bytes can have one step with

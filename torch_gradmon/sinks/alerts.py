@@ -20,6 +20,7 @@ from ..core.formatting import placed
 from ..core.loop_mistakes import MISTAKES, RANK_FAULTS, SETUP_MISTAKES, LoopFinding
 from ..core.records import SpikeEvent
 from ..core.torch_modes import HomeProcess
+from .delivery import Outbox
 
 Kind = Literal["spike", "finding", "stalled"]
 #: Seconds that a receiver has to answer, the attempts, and the seconds before the second one, which double with each.
@@ -87,22 +88,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """None makes the answer an HTTPError."""
 
 
-class _Outbox(threading.Thread):
-    """A thread and what waits for it. ``deliver`` gets each alert, and an event that is set when there is no more time."""
-
-    def __init__(self, deliver: Callable[[Alert, threading.Event], None]) -> None:
-        super().__init__(name="torch_gradmon alerts", daemon=True)
-        self.queue: queue.Queue[Alert | None] = queue.Queue(_WAITING)
-        self.ending, self._deliver = threading.Event(), deliver
-        self.start()
-
-    def run(self) -> None:
-        while (alert := self.queue.get()) is not None:
-            self._deliver(alert, self.ending)
-            if self.ending.is_set() and self.queue.empty():
-                return
-
-
 class Messenger:
     """Calls a receiver in a thread of its own, again and again where it fails. Never waits, never raises.
 
@@ -128,8 +113,7 @@ class Messenger:
         elif not callable(target):
             raise TypeError(f"an alert goes to the address of a webhook or to a function, got {display(target)}")
         self._target, self._pause, self.lost = target, pause, 0
-        self._process = HomeProcess()
-        self._outbox: _Outbox | None = None
+        self._process, self._outbox = HomeProcess(), Outbox("torch_gradmon alerts", _WAITING, self._deliver)
 
     def __repr__(self) -> str:
         """Where it calls; the path of an address may be a secret."""
@@ -140,21 +124,14 @@ class Messenger:
         if self._process.is_forked:
             return
         try:
-            if self._outbox is None or not self._outbox.is_alive():
-                self._outbox = _Outbox(self._deliver)  # one whose thread is blocked keeps its queue
-            self._outbox.queue.put_nowait(alert)
+            self._outbox.put(alert)
         except (queue.Full, RuntimeError):  # a thread cannot begin while the interpreter ends
             self.lost += 1
 
     def close(self, seconds: float = _LAST) -> None:
         """Give what waits one last chance, for so long at most."""
-        outbox, self._outbox = self._outbox, None
-        if outbox is None or self._process.is_forked or outbox is threading.current_thread():
-            return
-        outbox.ending.set()  # no more pauses
-        with contextlib.suppress(queue.Full):
-            outbox.queue.put_nowait(None)
-        outbox.join(seconds)
+        if not self._process.is_forked:
+            self._outbox.close(seconds)
 
     def _deliver(self, alert: Alert, ending: threading.Event) -> None:
         call = partial(post, self._target) if isinstance(self._target, str) else self._target

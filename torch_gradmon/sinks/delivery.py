@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from ..core.errors import GradmonWarning, WarningLog, error_text
 
@@ -51,6 +52,53 @@ class KeyRewriter:
 # --- delivery ---
 
 
+class Outbox:
+    """Items that wait, ``most`` of them, and a daemon thread that begins with the first and calls ``take`` with each.
+
+    ``take`` also gets the event that :meth:`close` sets, from which on there is no time for a pause.
+    """
+
+    def __init__(self, name: str, most: int, take: Callable[[Any, threading.Event], None]) -> None:
+        self._name, self._most, self._take = name, most, take
+        self._thread: threading.Thread | None = None
+
+    def put(self, item: Any) -> None:
+        """Raises queue.Full, and RuntimeError where no thread can begin, as while the interpreter ends. Never waits."""
+        if self._thread is None or not self._thread.is_alive():
+            # a blocked thread keeps its queue: two threads must not share one
+            self._queue, self._ending = queue.Queue[Any](self._most), threading.Event()
+            self._thread = threading.Thread(target=self._work, args=(self._queue, self._ending), name=self._name, daemon=True)
+            self._thread.start()
+        self._queue.put_nowait(item)
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether the thread asks."""
+        return threading.current_thread().name == self._name
+
+    def close(self, seconds: float) -> list[Any] | None:
+        """Wait for what waits, for so long at most. Returns what is left if the thread is blocked, None in it, where nobody can wait."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return []
+        self._ending.set()
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        if thread is threading.current_thread():
+            return None
+        thread.join(seconds)
+        return [*self._queue.queue] if thread.is_alive() else []
+
+    def _work(self, items: queue.Queue[Any], ending: threading.Event) -> None:
+        while self._took(items.get(), ending) and not (ending.is_set() and items.empty()):
+            pass  # no local variable holds an item here: it would keep its sink alive until the next one comes
+
+    def _took(self, item: Any, ending: threading.Event) -> bool:
+        if item is not None:
+            self._take(item, ending)
+        return item is not None
+
+
 #: Consecutive failures after which a sink is dropped.
 PATIENCE = 3
 #: A call delays training if it takes longer than this, in seconds, and longer than the time since the last call.
@@ -73,13 +121,13 @@ class PendingCall:
 
 
 class Delivery:
-    """Calls a sink in the training thread.
+    """Calls a sink, in the training thread or in a thread of its own, for which training waits at the end only.
 
     A failed call is retried before the next one, in order; so a sink may get a row twice. ``complaints`` counts lost rows under
     ``cause``, and warns once; the text of ``kept`` says by then where all lost rows are stored as well, empty where they are not.
     """
 
-    def __init__(self, name: str, complaints: WarningLog, kept: object = "") -> None:
+    def __init__(self, name: str, complaints: WarningLog, kept: object = "", thread: bool = False) -> None:
         self.name = name
         self.cause = complaints.new_cause(f"sink:{name}")
         self.dropped = False
@@ -87,29 +135,42 @@ class Delivery:
         self._kept = kept
         self._waiting: deque[PendingCall] = deque()
         self._error: str | None = None
-        self._failures = 0
-        self._slow = 0
+        self._failures = self._slow = 0
         self._returned = -SLOW
         self._warned = False
-        self._in_thread = False  # where no caller could catch an exception
+        self._outbox = Outbox(f"torch_gradmon {name}", CAPACITY, self._send_queued) if thread else None
 
     def put(self, pending: PendingCall) -> None:
-        """Make the call now, or when the sink works again. Never raises."""
+        """Make the call now, or when the sink works again, or queue it for the thread. Never raises."""
         if self.dropped:
             self.lose(pending.rows)
-            return
-        self._waiting.append(pending)
-        started = time.perf_counter()
-        self._send(self._waiting)
-        self._watch(started - self._returned, time.perf_counter() - started)
-        self._returned = time.perf_counter()
+        elif self._outbox is None:
+            self._waiting.append(pending)
+            started = time.perf_counter()
+            self._send(self._waiting)
+            self._watch(started - self._returned, time.perf_counter() - started)
+            self._returned = time.perf_counter()
+        else:
+            try:
+                self._outbox.put(pending)
+            except queue.Full:
+                words = (
+                    f"the sink {self.name} is so slow that {CAPACITY} rows wait for it; from step {pending.step} on rows are lost"
+                )
+                self.lose(pending.rows, words)
 
     def close(self) -> bool:
-        """Retry what waits once. Never raises. Returns whether no call is running any more."""
-        self._send(self._waiting)
-        if lost := _clear(self._waiting):
-            self.lose(lost, f"the last {lost} row{'s' * (lost > 1)} for the sink {self.name} could not be sent", self._error)
-        return True
+        """Retry what waits once, or wait for the thread, for half a minute at most. Never raises. Returns whether no call is running."""
+        if self._outbox is None:
+            self._send(self._waiting)
+            if lost := _clear(self._waiting):
+                self.lose(lost, f"the last {lost} row{'s' * (lost > 1)} for the sink {self.name} could not be sent", self._error)
+            return True
+        left = self._outbox.close(_LAST)
+        if left:
+            lost = 1 + sum(pending.rows for pending in left if pending is not None)  # and the one that blocks
+            self.lose(lost, f"the sink {self.name} did not take its last {lost} rows within {_LAST:.0f} s")
+        return left == []
 
     def lose(self, rows: int, message: str = "", error: BaseException | str | None = None) -> None:
         """Count lost rows; warn with the first message, and with that of dropping the sink."""
@@ -117,7 +178,11 @@ class Delivery:
         if message and not self._warned:
             self._warned = True
             kept = str(self._kept)
-            self._complaints.warn(f"{message}; all rows are in {kept}" if kept else message, error)
+            try:
+                self._complaints.warn(f"{message}; all rows are in {kept}" if kept else message, error)
+            except GradmonWarning:  # a warning that was made an error must not end the thread
+                if self._outbox is None or not self._outbox.is_own_thread:
+                    raise
 
     def _send(self, waiting: deque[PendingCall]) -> None:
         while waiting and not self.dropped:
@@ -129,8 +194,18 @@ class Delivery:
             waiting.popleft()
             self._failures = 0
 
+    def _send_queued(self, pending: PendingCall, ending: threading.Event) -> None:
+        if self.dropped:
+            self.lose(pending.rows)
+            return
+        waiting = deque([pending])
+        self._send(waiting)
+        while waiting and not self.dropped:
+            time.sleep(_PAUSE * self._failures)
+            self._send(waiting)
+
     def _failed(self, waiting: deque[PendingCall], error: BaseException) -> None:
-        if self._complaints.raising and not self._in_thread:
+        if self._complaints.raising and self._outbox is None:  # else no caller could catch it
             raise error
         self._error = error_text(error)
         self._failures += 1
@@ -154,75 +229,3 @@ def _clear(waiting: deque[PendingCall]) -> int:
     rows = sum(pending.rows for pending in waiting)
     waiting.clear()
     return rows
-
-
-class ThreadedDelivery(Delivery):
-    """Calls a sink in a thread of its own, with a queue of up to 1,000 rows. Training waits for it only at the end."""
-
-    def __init__(self, name: str, complaints: WarningLog, kept: object = "") -> None:
-        super().__init__(name, complaints, kept)
-        self._in_thread = True
-        self._thread_name = f"torch_gradmon {name}"
-        self._queue: queue.Queue[PendingCall | None] = queue.Queue(CAPACITY)
-        self._thread: threading.Thread | None = None
-
-    def put(self, pending: PendingCall) -> None:
-        """Queue the call. Never waits, never raises."""
-        if self.dropped:
-            self.lose(pending.rows)
-            return
-        if self._thread is None or not self._thread.is_alive():
-            # a blocked thread keeps its queue: two threads must not share one
-            self._queue = queue.Queue(CAPACITY)
-            arguments = (self._queue, deque[PendingCall]())
-            self._thread = threading.Thread(target=self._work, args=arguments, name=self._thread_name, daemon=True)
-            self._thread.start()
-        try:
-            self._queue.put_nowait(pending)
-        except queue.Full:
-            words = f"the sink {self.name} is so slow that {CAPACITY} rows wait for it; from step {pending.step} on rows are lost"
-            self.lose(pending.rows, words)
-
-    def close(self) -> bool:
-        """Wait for the queue to empty, for half a minute at most. Returns whether the thread has ended."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return True
-        if thread is threading.current_thread():  # the monitor was garbage-collected in the sink's thread
-            self._queue.put_nowait(None)
-            return False
-        until = time.monotonic() + _LAST
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=_LAST)
-        thread.join(max(0.0, until - time.monotonic()))
-        if thread.is_alive():
-            left = list(self._queue.queue)
-            lost = 1 + sum(pending.rows for pending in left if pending is not None)  # and the one that blocks
-            self.lose(lost, f"the sink {self.name} did not take its last {lost} rows within {_LAST:.0f} s")
-        return not thread.is_alive()
-
-    def _work(self, calls: queue.Queue[PendingCall | None], waiting: deque[PendingCall]) -> None:
-        while self._take(calls.get(), waiting):
-            pass  # no local variable holds a call here: it would keep the sink alive until the next one comes
-
-    def _take(self, pending: PendingCall | None, waiting: deque[PendingCall]) -> bool:
-        """Whether another call may follow."""
-        if pending is None:
-            return False
-        if self.dropped:
-            self.lose(pending.rows)
-            return True
-        waiting.append(pending)
-        while waiting and not self.dropped:
-            self._send(waiting)
-            if waiting and not self.dropped:
-                time.sleep(_PAUSE * self._failures)
-        return True
-
-    def lose(self, rows: int, message: str = "", error: BaseException | str | None = None) -> None:
-        """As above, but a warning that was made an error must not end the thread."""
-        try:
-            super().lose(rows, message, error)
-        except GradmonWarning:
-            if threading.current_thread().name != self._thread_name:
-                raise

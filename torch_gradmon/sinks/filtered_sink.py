@@ -13,7 +13,7 @@ from typing import Any
 from ..core.errors import WarningLog, display, nearest
 from ..core.keys import compile_pattern
 from ..core.records import SpikeEvent
-from .delivery import Delivery, PendingCall, ThreadedDelivery
+from .delivery import Delivery, PendingCall
 from .tensorboard import TensorBoardSink
 from .trackio import CometSink, MlflowSink, TrackioSink
 from .wandb import WandbSink
@@ -131,28 +131,10 @@ LARGEST = "_max"
 
 
 class FilteredSink:
-    """One sink with its filter.
+    """One sink with its filter. Raises TypeError if ``sink`` is none, see :meth:`ModuleMonitor.add_sink`, ValueError for keys or every.
 
-    Args:
-        sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a callable with these arguments. Its method
-            ``log_spike(event, text)``, if any, is called for each spike, whatever ``keys`` and ``every`` are.
-        keys: a pattern; only matching keys are sent.
-        every: only steps divisible by it are sent. If above 1, each row also has the largest ``gradmon/grad_norm`` since the row before,
-            as ``gradmon/grad_norm_max``.
-        complaints: gets failures, each under ``sink:{class}``.
-        deferred: values may come one step late, so that nothing waits for the device.
-        thread: call the sink in a thread of its own.
-        kept: where all lost rows are stored as well, for the message: its text by then, empty where they are not.
-        without: keys that are never sent; may grow.
-
-    Attributes:
-        given: the object that the sink was made from.
-        takes_values: it looks at values; one that does not costs no dict.
-        is_on_all_ranks: it gets values also on ranks that do not report.
-
-    Raises:
-        TypeError: ``sink`` is none of these.
-        ValueError: ``every`` is not a positive int, or ``keys`` is no valid pattern.
+    Its method ``log_spike(event, text)``, if any, is called for each spike, whatever ``keys`` and ``every`` are. If ``every`` is above 1,
+    each row also has the largest ``gradmon/grad_norm`` since the row before, as ``gradmon/grad_norm_max``.
     """
 
     def __init__(
@@ -160,11 +142,13 @@ class FilteredSink:
         sink: Any,
         keys: str | re.Pattern[str] | None,
         every: int,
-        complaints: WarningLog,
-        deferred: bool = False,
+        complaints: WarningLog,  # gets failures, each under ``sink:{class}``
+        deferred: bool = False,  # values may come one step late, so that nothing waits for the device
         thread: bool = False,
-        kept: object = "",
-        without: Container[str] = (),
+        kept: object = "",  # where all lost rows are stored as well, see Delivery
+        without: Container[str] = (),  # keys that are never sent; may grow
+        given: Any = None,  # the object that the sink was made from
+        is_on_all_ranks: bool = False,  # it gets values also on ranks that do not report
     ) -> None:
         self.keys = None if keys is None else compile_pattern(keys, "keys")
         self._without = without
@@ -173,19 +157,15 @@ class FilteredSink:
         self.sink = sink
         self.every = every
         self.deferred = deferred
-        self.given = sink
-        self.is_on_all_ranks = False
-        self.takes_values = bool(getattr(sink, "takes_values", True))
+        self.given = sink if given is None else given
+        self.is_on_all_ranks = is_on_all_ranks
+        self.takes_values = bool(getattr(sink, "takes_values", True))  # one that does not look at values costs no dict
         self._log = sender(self.sink)
         self._complaints = complaints
-        self._delivery = (ThreadedDelivery if thread else Delivery)(name_of(self.sink), complaints, kept)
+        self._delivery = Delivery(name_of(sink), complaints, kept, thread)
         self._norm = ""  # the key of the gradient norm, once there was one
         self._largest: dict[str, float] = {}  # the largest since the last row, by the key that it gets
         self._lost = 0
-
-    def stand_for(self, given: Any, is_on_all_ranks: bool) -> None:
-        """The script has given this object, from which the sink was made; it gets values on all ranks or on those that report."""
-        self.given, self.is_on_all_ranks = given, is_on_all_ranks
 
     @property
     def is_of_package(self) -> bool:

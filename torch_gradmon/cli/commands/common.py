@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,20 @@ def print_written(path: Path, to_stderr: bool = False) -> None:
 
 def print_json(found: object) -> None:
     print(json.dumps(found, indent=1, allow_nan=False))
+
+
+def print_coloured(text: str, styles: Mapping[str, str]) -> None:
+    """Print a text, for a terminal with what matches these patterns in these styles, if rich is installed."""
+    if not sys.stdout.isatty() or find_spec("rich") is None:
+        print(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    coloured = Text(text)
+    for pattern, style in styles.items():
+        coloured.highlight_regex(pattern, style)
+    Console(highlight=False).print(coloured, soft_wrap=True)
 
 
 @contextlib.contextmanager

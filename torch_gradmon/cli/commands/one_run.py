@@ -14,7 +14,7 @@ from ...analysis.spike_report import SpikeReport, no_report
 from ...core.keys import compile_pattern
 from ...runs.export import FORMATS
 from ..terminal.layer_table import summarize
-from .common import PAGES, open_run, output, print_json, print_written, requires_extra, wrong_request
+from .common import PAGES, open_run, output, print_coloured, print_json, print_written, requires_extra, wrong_request
 
 
 def report(options: argparse.Namespace) -> int:
@@ -66,8 +66,8 @@ def status(options: argparse.Namespace) -> int:
     return 0 if found["healthy"] else 1
 
 
-#: Severities by the start of a line, in colours of the terminal.
-_COLOURS = {"ERROR": "bold red", "WARNING": "bold yellow", "INFO": "bold cyan"}
+#: Severities with rules, at the start of a line, in colours of the terminal.
+_COLOURS = {r"(?m)^ERROR +\S+": "bold red", r"(?m)^WARNING +\S+": "bold yellow", r"(?m)^INFO +\S+": "bold cyan"}
 _WIDEST = 100
 
 
@@ -76,24 +76,10 @@ def diagnose_run(options: argparse.Namespace) -> int:
         diagnosis = run.diagnose()
     if options.json:
         print(diagnosis.to_json())
-    elif sys.stdout.isatty():
-        _print_coloured(diagnosis.text(min(_WIDEST, shutil.get_terminal_size().columns)))
     else:
-        print(diagnosis.text())
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDEST
+        print_coloured(diagnosis.text(min(_WIDEST, width)), _COLOURS)
     return diagnosis.exit_code
-
-
-def _print_coloured(plain: str) -> None:
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
-        print(plain)
-        return
-    text = Text(plain)
-    for severity, style in _COLOURS.items():
-        text.highlight_regex(rf"(?m)^{severity} +\S+", style)
-    Console(highlight=False).print(text, soft_wrap=True)
 
 
 def why(options: argparse.Namespace) -> int:

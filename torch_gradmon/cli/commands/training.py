@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from ...analysis.width_sweep import result
-from ...analysis.width_sweep.result import HEADINGS, WidthSweep, rows
 from ...analysis.width_sweep.sweep import width_sweep
-from .common import UsageError, output, print_written, requires_extra, wrong_request
+from .common import UsageError, output, print_coloured, print_written, requires_extra, wrong_request
 
 
 def demo_command(options: argparse.Namespace) -> int:
@@ -60,7 +60,10 @@ def _swept(options: argparse.Namespace) -> int:
     if options.json:
         print(sweep.to_json())
     else:
-        _print(sweep)
+        colours = {True: "green", False: "red", None: "yellow"}
+        styles = [colours[verdict.as_expected] if verdict.judged else "dim" for verdict in sweep.verdicts]
+        lines = [rf"(?m)^{re.escape(line)}$" for line in sweep.table().splitlines()[1:]]
+        print_coloured(f"{sweep.table()}\n\n{sweep.words()}", dict(zip(lines, styles, strict=False)))
     if to is not None:  # last, because the disk may be full by now
         try:
             to.parent.mkdir(parents=True, exist_ok=True)
@@ -75,23 +78,6 @@ def _picture(path: str) -> Path:
     with requires_extra("--output", "plot", "matplotlib"):
         endings = [f".{kind}" for kind in result.kinds()]
     return output(path, endings)
-
-
-def _print(sweep: WidthSweep) -> None:
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        print(sweep.table(), sweep.words(), sep="\n\n")
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    colours = {True: "green", False: "red", None: "yellow"}
-    table = Table(*HEADINGS, title=f"exponents over the widths {', '.join(map(str, sweep.widths))}")
-    for verdict, row in zip(sweep.verdicts, rows(sweep.verdicts), strict=True):
-        table.add_row(*map(Text, row), style=colours[verdict.as_expected] if verdict.judged else "dim")
-    console = Console()
-    console.print(table)
-    console.print(Text(sweep.words()))
 
 
 def _load(text: str) -> Any:

@@ -23,7 +23,7 @@ from ...core.formatting import printable
 from ...core.keys import SUMMARY, Key
 from ...core.moments import Column
 from ...core.records import SpikeEvent, StepRecord, TrainedPart, loss_among
-from ...runs.reader import RunReader, StatsSeries, most_cells, paired
+from ...runs.reader import RunReader, StatsSeries, most_cells
 from ...spikes.signals import Episode, episodes, largest
 from ...step.summary import KEY_DOCUMENTATION
 from ..catalogue import MOST
@@ -199,9 +199,12 @@ def layer_rows(run: RunReader, grouped: Groups, since: int | None = None) -> lis
     if after and _same(steps, norms, [step for stack in clipped for step in stack.steps], torch.cat(after)):  # nothing is clipped
         after = []
     ratios = []
-    for update, weights in paired(run.stacks(n.UPDATE, since), run.stacks(n.PARAMETER, since)):
-        before = _values(merged(weights), "norm")
-        ratios.append(torch.where(before > 0, _values(merged(update), "norm") / before, torch.nan))
+    for updates in run.stacks(n.UPDATE, since):
+        for weights in run.stacks(n.PARAMETER, among=updates.steps):
+            there = set(weights.names)
+            both = tuple(name for name in updates.names if name in there)
+            before, moved = (_values(merged(each.of(both)), "norm") for each in (weights, updates.at(weights.steps)))
+            ratios.append(torch.where(before > 0, moved / before, torch.nan))
     members, count = Counter(grouped.place.values()), len(titles)
     bad, finite = (nonfinite > 0).int(), torch.where(norms.isfinite(), norms, -math.inf)
     at = finite.argmax(0)

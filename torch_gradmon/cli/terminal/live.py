@@ -1,9 +1,10 @@
-"""The last steps of an active run, read incrementally."""
+"""The last steps of an active run, read incrementally, and values over them on one line of characters. Needs no rich."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -35,15 +36,12 @@ class TopLayer:
 
 
 class LiveRun:
-    """The last ``window`` steps of a run that may go on: their records, without statistics and with the values of the whole model and the
-    loss, and the spikes of the whole run.
-    """
+    """The last ``window`` steps of a run that may go on."""
 
     def __init__(self, run: RunReader, window: int) -> None:
-        self.run = run
-        self.window = window
-        self.records: list[StepRecord] = []
-        self.events: list[SpikeEvent] = run.events
+        self.run, self._window, self._recent = run, window, max(window // _RECENT_PART, 1)
+        self.records: list[StepRecord] = []  # without statistics, with the values of the whole model and the loss
+        self.events: list[SpikeEvent] = run.events  # of the whole run
         self._tables: dict[int, StatsTable | None] = {}  # the gradients of each step that was looked at
         self._read(math.inf)
 
@@ -57,15 +55,15 @@ class LiveRun:
     def _read(self, since: float) -> None:
         """Read what is missing, and everything from ``since`` on, in place of what was known of these steps."""
         steps = self.run.steps
-        shown = steps[-self.window :]
+        shown = steps[-self._window :]
         known = {record.step: record for record in self.records if record.step < since}
         # steps that had left the window are back in it where the run was rewound
         if (start := min([*(step for step in shown if step not in known), since])) < math.inf:
-            for record in self.run.records(int(start), _is_shown):
+            for record in self.run.records(int(start), lambda key: key.source == SUMMARY or loss_among([key]) is not None):
                 known[record.step] = record
                 self.events += record.events if record.step >= since else ()
         self.records = [known[step] for step in shown]
-        wanted = steps[-self.window - REMEMBERED :]  # earlier steps show what is usual in the first steps of the window
+        wanted = steps[-self._window - REMEMBERED :]  # earlier steps show what is usual in the first steps of the window
         tables = {step: self._tables[step] for step in wanted if step in self._tables and step < since}
         new = [step for step in wanted if step not in tables]
         source = gradient_source(self.run)
@@ -139,62 +137,121 @@ class LiveRun:
         names, norms, nonfinite = self._norms.names, self._norms.values, self._nonfinite
         if not len(norms):
             return []
-        usual = Baseline.of(norms[-REMEMBERED:-1]).norms.tolist()
+        usual = [None if math.isnan(norm) else norm for norm in Baseline.of(norms[-REMEMBERED:-1]).norms.tolist()]
         squares = norms[-self._recent :].where(nonfinite[-self._recent :] == 0, math.nan).square().nan_to_num(nan=0.0)
         if not bool((squares > 0).any()):
             return []
         shares = (squares / squares.sum(1, keepdim=True)).nanmean(0).nan_to_num(nan=0.0)
         places = shares.topk(min(most, len(names))).indices.tolist()
-        return [
-            TopLayer(names[at], self.norms(names[at]), None if math.isnan(usual[at]) else usual[at], float(shares[at]))
-            for at in places
-        ]
+        return [TopLayer(names[at], self.norms(names[at]), usual[at], float(shares[at])) for at in places]
 
     def norms(self, name: str) -> Series:
         """The gradient norms of a parameter over the shown steps; infinite where elements are NaN or infinite."""
         norms = replace(self._norms, values=self._norms.values.where(self._nonfinite == 0, math.inf))
         return norms.column(name).since(self.records[0].step)
 
-    @property
-    def _recent(self) -> int:
-        return max(self.window // _RECENT_PART, 1)
-
-
-def _is_shown(key: Key) -> bool:
-    return key.source == SUMMARY or loss_among([key]) is not None
-
-
-# --- the run in a directory, which begins, continues, ends, or is replaced ---
-
 
 class RunFollower:
-    """Follows the last ``window`` steps of the run in a directory: ``live`` is None until it exists, and ``problem`` says on one line why
-    there are no new steps.
-    """
+    """Follows the last ``window`` steps of the run in a directory, which begins, continues, ends, or is replaced."""
 
     def __init__(self, path: str | os.PathLike[str], window: int) -> None:
-        self.name = os.fspath(path)
-        self._path, self._window = path, window
+        self.name, self._window = os.fspath(path), window
         self._file: tuple[int, int] | None = None
-        self.live: LiveRun | None = None
-        self.problem = ""
+        self.live: LiveRun | None = None  # None until it exists
+        self.problem = ""  # why there are no new steps, on one line
 
     def refresh(self) -> None:
         """Read what is new. An error is stored in ``problem``, and the next call tries again."""
         try:
-            first = identity(self._path)
+            first = identity(self.name)
             if self.live is None or first != self._file:
-                fresh = LiveRun(read_run(self._path), self._window)
+                fresh = LiveRun(read_run(self.name), self._window)
                 self.close()
                 self.live, self._file = fresh, first
             else:
                 self.live.refresh()
             self.problem = ""
         except FileNotFoundError:
-            self.problem = f"there is no run in {os.fspath(self._path)!r}" + (" any more" if self.live is not None else " yet")
+            self.problem = f"there is no run in {self.name!r}" + (" any more" if self.live is not None else " yet")
         except (OSError, ValueError) as error:
             self.problem = " ".join(str(error).split())
 
     def close(self) -> None:
         if self.live is not None:
             self.live.run.close()
+
+
+# --- sparklines ---
+
+#: From low to high.
+BLOCKS, ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+#: NaN or infinite.
+NONFINITE = "!"
+#: A smaller range, of a logarithm or as a part of the values, is noise and drawn flat.
+_LEAST_LOG, _LEAST_PART = math.log(2), 0.1
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The steps of each column. Columns begin at multiples of their size, so that they stay in place while steps are added."""
+
+    first: int  # number of the first column, counted from step 0
+    count: int  # number of columns
+    size: int  # steps in each
+
+    @classmethod
+    def of(cls, steps: Sequence[int], most: int) -> Columns:
+        """At most ``most`` columns for the last of ``steps``, ascending."""
+        if not steps:
+            return cls(0, 0, 1)
+        stride = int(lower_median(after - before for before, after in pairwise(steps))) if len(steps) > 1 else 1
+        size = stride * math.ceil(((steps[-1] - steps[0]) / stride + 1) / most)
+        last = steps[-1] // size
+        first = max(steps[0] // size, last - most + 1)
+        return cls(first, last - first + 1, size)
+
+    def place(self, step: int) -> int | None:
+        """The column of ``step``; None if it is before the first."""
+        place = step // self.size - self.first
+        return place if 0 <= place < self.count else None
+
+    def largest(self, steps: Iterable[int], values: Iterable[float]) -> list[float | None]:
+        """The largest value of each column, NaN if one is not finite, None without any."""
+        found: list[float | None] = [None] * self.count
+        for step, value in zip(steps, values, strict=True):
+            if (place := self.place(step)) is not None:
+                known = found[place]
+                if not math.isfinite(value):
+                    found[place] = math.nan
+                elif known is None or value > known:  # NaN stays
+                    found[place] = value
+        return found
+
+    def marks(self, steps: Iterable[int], mark: str) -> str:
+        """A mark in each column that has one of the steps."""
+        places = set(map(self.place, steps))
+        return "".join(mark if place in places else " " for place in range(self.count))
+
+
+def sparkline(values: Sequence[float | None], letters: str = BLOCKS, span: tuple[float, float] | None = None) -> str:
+    """One character for each value, scaled to their range or to ``span``. The scale is logarithmic unless a value is negative.
+
+    >>> sparkline([0.0, 1.0, 2.0, 4.0, 8.0, None, math.nan], ASCII)
+    '..-*@ !'
+    """
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    is_log = span is None and bool(known) and min(known) >= 0
+    if is_log:
+        known = [math.log(value) for value in known if value > 0]
+    low, high = span or (min(known, default=0.0), max(known, default=1.0))
+    least = 0.0 if span else _LEAST_LOG if is_log else _LEAST_PART * max(abs(low), abs(high)) or 1.0
+    if high - low < least:
+        low, high = (low + high - least) / 2, (low + high + least) / 2
+
+    def letter(value: float) -> str:
+        if not math.isfinite(value):
+            return NONFINITE
+        scaled = low if is_log and not value else math.log(value) if is_log else value
+        return letters[min(max(round((scaled - low) / (high - low) * (len(letters) - 1)), 0), len(letters) - 1)]
+
+    return "".join(" " if value is None else letter(value) for value in values)

@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.console import Group
 from rich.live import Live as Display
@@ -16,9 +17,10 @@ from rich.text import Text
 from ...analysis.diagnosis.series import Series
 from ...core.formatting import cut_start, duration, factor_text, number, percent
 from ...core.keys import SUMMARY, Key
+from ...core.records import StepRecord
+from ...spikes.attribution import ParameterAttribution
 from .layer_table import rates_in
-from .live import LiveRun, RunFollower
-from .sparkline import ASCII, BLOCKS, NONFINITE, Columns, sparkline
+from .live import ASCII, BLOCKS, NONFINITE, Columns, LiveRun, RunFollower, sparkline
 from .tables import QuietConsole
 
 _LOUD, _WARN, _TITLE, _DIM, _GOOD = "bold red", "bold yellow", "bold cyan", "dim", "green"
@@ -42,14 +44,6 @@ class Screen:
     columns: int  # of the terminal
     rows: int | None  # of the terminal; None for no limit
     unicode: bool = True  # whether it can show blocks of different heights
-
-    @property
-    def letters(self) -> str:
-        return BLOCKS if self.unicode else ASCII
-
-    @property
-    def spikes(self) -> int:
-        return 3 if self.has_room else 2 if self.rows is None or self.rows >= 20 else 1
 
     @property
     def has_room(self) -> bool:
@@ -79,29 +73,22 @@ def _lines(follower: RunFollower, screen: Screen, now: float) -> Iterator[Text]:
         head.append(screen.shown(follower.problem) or "no step yet", _WARN if follower.problem else _DIM)
         yield head
         return
+    pace, silence = live.pace, max(now - live.last.time, 0.0)
     head.append(f"step {live.last.step}  ", "bold")
-    head.append_text(_state(live, now))
-    yield head
-    yield _facts(live)
+    if silence > max(_IDLE_SECONDS, _IDLE_STEPS * (pace or 0.0)):
+        yield head.append(f"no new step for {duration(silence)}", _WARN)
+    else:
+        yield head.append("live" if pace is None else f"live, {number(1 / pace)} steps/s", _GOOD)
+    yield _facts(live, live.last)
     if follower.problem:
         yield Text(screen.shown(follower.problem), style=_WARN)
     spikes = list(_spikes(live, screen))
-    yield from _SparklineTable(live, screen, taken=2 + bool(follower.problem) + len(spikes)).lines()
+    yield from _sparklines(live, screen, taken=2 + bool(follower.problem) + len(spikes))
     yield from spikes
 
 
-def _state(live: LiveRun, now: float) -> Text:
-    assert live.last is not None, "there is a step"
-    pace, silence = live.pace, max(now - live.last.time, 0.0)
-    if silence > max(_IDLE_SECONDS, _IDLE_STEPS * (pace or 0.0)):
-        return Text(f"no new step for {duration(silence)}", style=_WARN)
-    return Text("live" if pace is None else f"live, {number(1 / pace)} steps/s", style=_GOOD)
-
-
-def _facts(live: LiveRun) -> Text:
-    assert live.last is not None, "there is a step"
-    rates = rates_in(live.last.context)
-    overhead, scale = live.fact("overhead_fraction"), live.last.context.get("amp_scale")
+def _facts(live: LiveRun, last: StepRecord) -> Text:
+    rates, overhead, scale = rates_in(last.context), live.fact("overhead_fraction"), last.context.get("amp_scale")
     skipped, not_applied = live.total("steps_skipped"), max(live.total("steps_not_applied"), len(live.not_applied))
     spiked, segments = len(live.spikes), live.run.segments
     facts = [
@@ -112,84 +99,85 @@ def _facts(live: LiveRun) -> Text:
         (f"{not_applied} not applied" + (f" ({skipped} skipped)" if skipped else "") if not_applied else "", _WARN),
         (f"went back to step {segments[-1][0]}" if len(segments) > 1 else "", _WARN),
     ]
-    line = Text()
-    for text, style in facts:
-        if text:
-            line.append(", " if line else "").append(text, style)
-    return line
+    separated = [part for text, style in facts if text for part in (", ", (text, style))]
+    return Text.assemble(*separated[1:])
 
 
-class _SparklineTable:
+class _Row(NamedTuple):
+    name: str
+    series: Series
+    cells: Sequence[str]
+    style: str
+    span: tuple[float, float] | None = None
+
+
+def _sparklines(live: LiveRun, screen: Screen, taken: int) -> Iterator[Text]:
     """The sparklines. All have the same columns, so that simultaneous values are aligned. Other parts need ``taken`` lines."""
+    signals = list(_signals(live))
+    taken += len(signals) + 4 + (3 if screen.has_room else 0)  # headings, marks and gaps
+    most = _LAYERS if screen.rows is None else min(max((screen.rows - taken) // 2, 1), _MOST_LAYERS)
+    step, suspects = live.suspects(most)
+    top = [
+        _Row(layer.name, layer.series, (percent(layer.share), number(layer.usual), *_largest(layer.series, number)), "")
+        for layer in live.top_layers(most)
+    ]
+    sections = [
+        ("", ("now", "median", "largest", "at"), signals),
+        (f"by suspicion in step {step}", ("score", "share", "times", "since"), [_suspected(live, each) for each in suspects]),
+        ("largest share of the squared norm", ("share", "usual", "largest", "at"), top),
+    ]
+    widths = [width for place, width in enumerate(_CELLS) if place != 1 or screen.columns >= _WIDE]
+    room = screen.columns - sum(widths)
+    longest = max([_LEAST_NAME, *(len(row.name) for _, _, rows in sections for row in rows)])
+    label = min(longest, max(room * 2 // 5, _LEAST_NAME))
+    room = max(room, label + 5)
+    columns = Columns.of(live.steps, room - label - 1)
 
-    def __init__(self, live: LiveRun, screen: Screen, taken: int) -> None:
-        self._live, self._screen = live, screen
-        self._is_wide = screen.columns >= _WIDE
-        loss = live.loss
-        keys: list[tuple[str, Key, tuple[float, float] | None]] = [] if loss is None else [(loss.name, loss, None)]
-        keys += [(name, Key(SUMMARY, "", key), span) for name, key, span in _SIGNALS]
-        self._signals = [(name, series, span) for name, key, span in keys if (series := live.series(key)).steps]
-        taken += len(self._signals) + 4 + (3 if screen.has_room else 0)  # headings, marks and gaps
-        most = _LAYERS if screen.rows is None else min(max((screen.rows - taken) // 2, 1), _MOST_LAYERS)
-        (self._step, self._suspects), self._top_layers = live.suspects(most), live.top_layers(most)
-        room = screen.columns - sum(self._cell_widths)
-        names = [name for name, *_ in self._signals] + [each.name for each in self._suspects]
-        names += [each.name for each in self._top_layers]
-        self._label = min(max([_LEAST_NAME, *map(len, names)]), max(room * 2 // 5, _LEAST_NAME))
-        self._width = max(room - self._label - 1, 4)
-        self._columns = Columns.of(live.steps, self._width)
+    def joined(cells: Sequence[str]) -> str:
+        shown = [cell for place, cell in enumerate(cells) if place != 1 or screen.columns >= _WIDE]
+        return "".join(f"{cell:>{width}}" for cell, width in zip(shown, widths, strict=True))
 
-    @property
-    def _cell_widths(self) -> list[int]:
-        return [width for place, width in enumerate(_CELLS) if place != 1 or self._is_wide]
-
-    def lines(self) -> Iterator[Text]:
-        steps = self._live.steps
-        if self._signals:
-            yield from self._heading(f"{'':{self._label}} steps {steps[0]} to {steps[-1]}", "now", "median", "largest", "at")
-        for name, series, span in self._signals:
-            form = percent if span else number
-            cells = [form(series.values[-1]), form(series.median if series.finite.values else None), *_largest(series, form)]
-            yield self._row(name, series, cells, span, "" if math.isfinite(series.values[-1]) else _LOUD)
-        yield from self._marks()
-        if self._suspects:
-            yield from self._heading(f"by suspicion in step {self._step}", "score", "share", "times", "since")
-        for suspect in self._suspects:
-            score = "-" if suspect.score is None or suspect.nonfinite else number(suspect.score)
-            factor = "NaN/Inf" if suspect.nonfinite else "-" if suspect.factor is None else factor_text(suspect.factor)
-            cells = [score, percent(suspect.share), factor, "-" if suspect.since is None else str(suspect.since)]
-            style = _LOUD if suspect.nonfinite else "" if suspect.since is None else _WARN
-            yield self._row(suspect.name, self._live.norms(suspect.name), cells, None, style)
-        if self._top_layers:
-            yield from self._heading("largest share of the squared norm", "share", "usual", "largest", "at")
-        for layer in self._top_layers:
-            cells = [percent(layer.share), number(layer.usual), *_largest(layer.series, number)]
-            yield self._row(layer.name, layer.series, cells, None, "")
-
-    def _heading(self, title: str, *cells: str) -> Iterator[Text]:
-        if self._screen.has_room:
+    for title, headings, rows in sections:
+        if rows and screen.has_room:
             yield Text()
-        room = self._label + 1 + self._width
-        yield Text(f"{title[:room]:<{room}}{self._cells(cells)}", style=_DIM)
+        if rows:
+            title = title or f"{'':{label}} steps {live.steps[0]} to {live.steps[-1]}"
+            yield Text(f"{title[:room]:<{room}}{joined(headings)}", style=_DIM)
+        for row in rows:
+            drawn = sparkline(columns.largest(row.series.steps, row.series.values), BLOCKS if screen.unicode else ASCII, row.span)
+            sparks = Text(f"{drawn:<{room - label - 1}}", style=_GOOD)
+            sparks.highlight_regex(NONFINITE, _LOUD)
+            yield Text.assemble(f"{screen.name(row.name, label):<{label}} ", sparks, (joined(row.cells), row.style))
+        if rows is signals:
+            yield from _marks(live, screen, columns, label, room)
 
-    def _row(self, name: str, series: Series, cells: Sequence[str], span: tuple[float, float] | None, style: str) -> Text:
-        drawn = sparkline(self._columns.largest(series.steps, series.values), self._screen.letters, span)
-        line = Text(f"{self._screen.name(name, self._label):<{self._label}} ")
-        sparks = Text(f"{drawn:<{self._width}}", style=_GOOD)
-        sparks.highlight_regex(NONFINITE, _LOUD)
-        return line.append_text(sparks).append(self._cells(cells), style)
 
-    def _cells(self, cells: Sequence[str]) -> str:
-        shown = [cell for place, cell in enumerate(cells) if place != 1 or self._is_wide]
-        return "".join(f"{cell:>{width}}" for cell, width in zip(shown, self._cell_widths, strict=True))
+def _signals(live: LiveRun) -> Iterator[_Row]:
+    loss = live.loss
+    keys: list[tuple[str, Key, tuple[float, float] | None]] = [] if loss is None else [(loss.name, loss, None)]
+    for name, key, span in keys + [(name, Key(SUMMARY, "", key), span) for name, key, span in _SIGNALS]:
+        series, form = live.series(key), percent if span else number
+        if series.steps:
+            last, median = series.values[-1], series.median if series.finite.values else None
+            cells = form(last), form(median), *_largest(series, form)
+            yield _Row(name, series, cells, "" if math.isfinite(last) else _LOUD, span)
 
-    def _marks(self) -> Iterator[Text]:
-        spikes = self._columns.marks([event.step for event in self._live.events], "▲" if self._screen.unicode else "^")
-        not_applied = self._columns.marks(self._live.not_applied, "x")
-        both = "".join(skip if spike == " " else spike for spike, skip in zip(spikes, not_applied, strict=True))
-        if both.strip():
-            line = Text(f"{'spikes':<{self._label}} ").append(f"{both:<{self._width}}", _WARN)
-            yield line.append("  x: not applied" if "x" in both else "", _DIM)
+
+def _suspected(live: LiveRun, suspect: ParameterAttribution) -> _Row:
+    score = "-" if suspect.score is None or suspect.nonfinite else number(suspect.score)
+    factor = "NaN/Inf" if suspect.nonfinite else "-" if suspect.factor is None else factor_text(suspect.factor)
+    cells = score, percent(suspect.share), factor, "-" if suspect.since is None else str(suspect.since)
+    style = _LOUD if suspect.nonfinite else "" if suspect.since is None else _WARN
+    return _Row(suspect.name, live.norms(suspect.name), cells, style)
+
+
+def _marks(live: LiveRun, screen: Screen, columns: Columns, label: int, room: int) -> Iterator[Text]:
+    spikes = columns.marks([event.step for event in live.events], "▲" if screen.unicode else "^")
+    not_applied = columns.marks(live.not_applied, "x")
+    both = "".join(skip if spike == " " else spike for spike, skip in zip(spikes, not_applied, strict=True))
+    if both.strip():
+        line = Text.assemble(f"{'spikes':<{label}} ", (f"{both:<{room - label - 1}}", _WARN))
+        yield line.append("  x: not applied" if "x" in both else "", _DIM)
 
 
 def _largest(series: Series, form: Callable[[float | None], str]) -> tuple[str, str]:
@@ -202,7 +190,8 @@ def _largest(series: Series, form: Callable[[float | None], str]) -> tuple[str, 
 def _spikes(live: LiveRun, screen: Screen) -> Iterator[Text]:
     if live.events and screen.has_room:
         yield Text()
-    for spike in reversed(live.spikes[-screen.spikes :]):
+    most = 3 if screen.has_room else 2 if screen.rows is None or screen.rows >= 20 else 1
+    for spike in reversed(live.spikes[-most:]):
         events = spike.of_worst
         parts = [event.reason.partition(" (")[0] for event in events]
         parts += [next((event.where for event in events if event.where), ""), events[0].action]

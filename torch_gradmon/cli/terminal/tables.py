@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from rich.console import Console, RenderableType
@@ -239,23 +238,23 @@ def show_runs(console: Console, cards: Sequence[RunCard]) -> None:
     """
     some = differing(cards)
     metrics = dict.fromkeys(name for card in cards for name in card.metrics)
-    columns: dict[str, Callable[[RunCard], Text]] = {
+    columns: dict[str, Callable[[RunCard], Text | str | float | None]] = {
         "state": _state,
-        "step": lambda card: Text("" if card.step is None else str(card.step)),
-        "loss": _number_of(lambda card: card.loss),
-        **{name: _number_of(partial(_metric, name)) for name in metrics},
+        "step": lambda card: card.step,
+        "loss": lambda card: card.loss,
+        **{name: lambda card, name=name: card.metrics.get(name) for name in metrics},  # type: ignore[misc]
         "findings": _findings,
-        "spikes": _spikes_of_run,
-        "head-room used": _number_of(lambda card: card.headroom),
-        "cost": lambda card: Text("" if card.cost is None else f"{100 * card.cost:.2g} %"),
-        **{name: partial(_setting, name) for name in some[:_MOST]},
+        "spikes": lambda card: f"{card.spikes}: step {card.spike_step} {card.spike_where}".rstrip() if card.spikes else "",
+        "head-room used": lambda card: card.headroom,
+        "cost": lambda card: "" if card.cost is None or console.width < _WIDE else f"{100 * card.cost:.2g} %",
+        **{name: lambda card, name=name: card.settings.get(name) for name in some[:_MOST]},  # type: ignore[misc]
     }
-    cells = {title: [cell(card) for card in cards] for title, cell in columns.items()}
+    cells = {title: [_cell(cell(card)) for card in cards] for title, cell in columns.items()}
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     names = [card.name for card in cards]
     longest = min(max(map(len, [*names, "run"])), max(_NAME, console.width // 3))
     table.add_column("run", overflow="fold", width=longest)
-    shown = [title for title, texts in cells.items() if any(texts) and (title != "cost" or console.width >= _WIDE)]
+    shown = [title for title, texts in cells.items() if any(texts)]
     settings = [title for title in shown if title in some]
 
     def fits(of_settings: int) -> bool:
@@ -296,22 +295,16 @@ def _not_shown(cards: Sequence[RunCard]) -> dict[str, None]:
     return found
 
 
-def _number_of(of: Callable[[RunCard], float | None]) -> Callable[[RunCard], Text]:
-    return lambda card: Text("" if (found := of(card)) is None else number(found))
-
-
-def _metric(name: str, card: RunCard) -> float | None:
-    return card.metrics.get(name)
+def _cell(found: Text | str | float | None) -> Text:
+    if isinstance(found, Text):
+        return found
+    return Text(number(found) if isinstance(found, float) else "" if found is None else str(found))
 
 
 def _state(card: RunCard) -> Text:
     if card.raised:
         return Text(f"{card.state}, {card.raised.partition(':')[0]}", "yellow")
     return Text(card.state, _STYLES.get(card.state, ""))
-
-
-def _setting(name: str, card: RunCard) -> Text:
-    return Text(card.settings.get(name, ""))
 
 
 def _findings(card: RunCard) -> Text:
@@ -323,7 +316,3 @@ def _findings(card: RunCard) -> Text:
     level, rule, where = found[0]
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     return Text.assemble((rule, _LEVELS.get(level, "")), f" in {where}" if where else "", more)
-
-
-def _spikes_of_run(card: RunCard) -> Text:
-    return Text(f"{card.spikes}: step {card.spike_step} {card.spike_where}".rstrip() if card.spikes else "")
