@@ -65,9 +65,7 @@ def stage_of(key: Key) -> str:
 
 
 class Order:
-    """Ranks keys: by stage, then by place (forward for activations, backward for gradients), then by metric. Takes names by source, outputs
-    in the order of the calls. Parameters are taken to be used in the order of their modules' calls if known, otherwise in model order.
-    """
+    """Ranks keys: by stage, by place (in the order of calls; backward for gradients; parameters with modules), by metric."""
 
     def __init__(self, tensors: Mapping[str, Iterable[str]]) -> None:
         calls = [_INSIDE.sub("", name) for name in tensors.get(n.ACTIVATION, ())]
@@ -179,9 +177,7 @@ class Rules:
         return is_clock(key) or (has_memory and not self.with_memory)
 
     def check_use(self, keys: Iterable[str], names: Iterable[str]) -> None:
-        """Refuse a pattern that is in none of ``keys`` of both runs, or ``names`` of tensors of the first: after a typo, a comparison
-        would pass.
-        """
+        """Refuse a pattern that matches nothing: after a typo, a comparison would pass."""
         for argument, patterns, texts in (
             ("keys", self.keys, list(keys)),
             ("ignore", self.ignore, list(keys)),
@@ -310,9 +306,7 @@ class SheetComparison:
 
 
 class Pairing:
-    """Which columns of two sheets with these keys are compared, and how: all that both runs have, if only in other steps, and that
-    ``rules`` compare. ``keys`` and ``others`` are those of each pair in either run.
-    """
+    """Which columns of two sheets are compared, and how: all that both runs have, if in other steps, and ``rules`` compare."""
 
     def __init__(self, sheets: tuple[_Keys, _Keys], absent: tuple[_Keys, _Keys], rules: Rules) -> None:
         self.sheets, self._absent, self._atol = sheets, absent, rules.atol
@@ -330,7 +324,7 @@ class Pairing:
         floors = {row: _floor(key) for row, key in enumerate(self.keys)}
         self._floors = self._scales({row: floor for row, floor in floors.items() if any(floor[1:])})
         # with the number of all elements
-        self._elements = self._scales({row: (COUNT, 1.0, 0.0) for row, key in enumerate(self.keys) if key.metric in _OF_ELEMENTS})
+        self._elements = self._scales({row: (COUNT, 1.0, 1.0) for row, key in enumerate(self.keys) if key.metric in _OF_ELEMENTS})
 
     def _scales(self, wanted: Mapping[int, tuple[str, float, float]]) -> _Scales:
         rows = []
@@ -339,7 +333,7 @@ class Pairing:
             at = [place.get(key._replace(metric=metric)) for place, key in zip(self._places, pair, strict=True)]
             rows.append((row, at[0] or 0, at[1] or 0, 0.0 if None in at else share, unit))
         columns = list(zip(*rows, strict=True)) if rows else [()] * 5
-        return _Scales(*map(_whole, columns[:3]), *map(_real, columns[3:]))
+        return _Scales(*(_real(column).long() for column in columns[:3]), *map(_real, columns[3:]))
 
     def compare(self, *sheets: ValueMatrix) -> SheetComparison:
         """Compare two sheets of the same steps. NaN equals NaN, and an infinite value equals itself."""
@@ -366,8 +360,10 @@ class Pairing:
     def _stray(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
         """The difference that rounding allows in metrics of single elements; 0 if equal bits are required."""
         columns = self._elements.columns
-        whole = _whole([self.keys[column].metric == "zero_count" for column in columns.tolist()])
-        per_element = torch.where(whole > 0, 1.0, 1.0 / self._elements.of(left, right).clamp(min=1.0))
+        is_count = torch.tensor(
+            [self.keys[column].metric == "zero_count" for column in columns.tolist()], dtype=torch.bool, device="cpu"
+        )
+        per_element = torch.where(is_count, 1.0, 1.0 / self._elements.of(left, right))
         return torch.where(self.rtol[columns] > 0, _STRAY * per_element, 0.0)
 
 
@@ -375,10 +371,6 @@ def _floor(key: Key) -> tuple[str, float, float]:
     """The metric that gives the scale, its share, and the smallest scale; zeros without any."""
     is_of_one = key.metric in _OF_UNIT_ONE or key.source in _SOURCES_OF_UNIT_ONE
     return (*_BESIDE.get(key.metric, ("", 0.0)), 1.0 if is_of_one else 0.0)
-
-
-def _whole(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _real(numbers: Sequence[float]) -> Tensor:
@@ -484,48 +476,25 @@ _OF_BACKWARD = (
 _OF_OPTIMIZER = "the optimizer's settings, its state (a checkpoint without it, for example), or its code"
 
 
-class Onset(NamedTuple):
-    """The first value that differs."""
-
-    found: Divergence
-    before: int | None  # the step that was compared before it
-    compared: Container[str]  # the stages that were compared in its step
-    settings: Sequence[str] = ()  # those of optimizers that differ
-
-    def same(self, *stages: str) -> str:
-        """Which of ``stages`` are the same, and which were not recorded in both runs."""
-        known = [_SHORT.get(stage, stage) for stage in stages if stage in self.compared]
-        unknown = " and ".join(_SHORT.get(stage, stage) for stage in stages if stage not in self.compared)
-        if not known:
-            return f"{unknown.capitalize()} were not recorded in both runs"
-        text = f"The {' and '.join(known)} {'is' if known == ['loss'] else 'are'} the same"
-        return f"{text} ({unknown}: not recorded in both runs)" if unknown else text
-
-    @property
-    def of_forward(self) -> str:
-        return _OF_FORWARD if "parameters" in self.compared else f"other parameters, {_OF_FORWARD}"
-
-
-def interpret(onset: Onset) -> str:
-    text = _of_place(onset)
-    if not (math.isfinite(onset.found.a) and math.isfinite(onset.found.b)):
+def interpret(onset: Divergence, before: int | None, compared: Container[str], settings: Sequence[str]) -> str:
+    """What the first value that differs points to; ``settings`` are those of optimizers that differ."""
+    text = _of_place(onset, before, compared)
+    if not (math.isfinite(onset.a) and math.isfinite(onset.b)):
         return f"{text} Not all of the values are finite."
-    if onset.settings and onset.found.stage in _OF_STEP and (onset.found.stage != "parameters" or onset.before is not None):
-        return f"{text} The optimizers differ in {listed(onset.settings, 3)}, which may be the cause."
-    if onset.found.stage in ("settings", "other values"):
+    if settings and onset.stage in _OF_STEP and (onset.stage != "parameters" or before is not None):
+        return f"{text} The optimizers differ in {listed(settings, 3)}, which may be the cause."
+    if onset.stage in ("settings", "other values"):
         return text
-    if onset.found.relative > _ROUNDING:
-        return f"{text} At {onset.found.relative:.1e} it is more than rounding in float32."
+    if onset.relative > _ROUNDING:
+        return f"{text} At {onset.relative:.1e} it is more than rounding in float32."
     return (
-        f"{text} At {onset.found.relative:.1e} it is of the size of rounding in float32: sums in another order, from kernels that are not "
+        f"{text} At {onset.relative:.1e} it is of the size of rounding in float32: sums in another order, from kernels that are not "
         "deterministic, another number of threads, or code that is equal in exact arithmetic. Such a difference grows during training."
     )
 
 
 def interpret_noise(stage: str, key: str, share: float | None) -> str:
-    """A sentence on a gradient that may be nothing but rounding; empty for a larger one. ``share`` is the value over the largest of its
-    kind in that step; None if it is no metric of a tensor.
-    """
+    """A sentence on a gradient that may be nothing but rounding: its ``share`` of the largest of its kind is tiny."""
     if not stage.startswith("gradients") or share is None or share >= _NOISE:
         return ""
     name = ".".join(parse_key(key).name.split(".")[-2:])
@@ -535,47 +504,56 @@ def interpret_noise(stage: str, key: str, share: float | None) -> str:
     )
 
 
-def _of_place(onset: Onset) -> str:
+def _of_place(onset: Divergence, before: int | None, compared: Container[str]) -> str:
     """What is the same up to here, and what the first difference may come from."""
-    found, stage = onset.found, onset.found.stage
-    if stage == "parameters" and onset.before is None:
+
+    def same(*stages: str) -> str:
+        """Which of ``stages`` are the same, and which were not recorded in both runs."""
+        known = [_SHORT.get(each, each) for each in stages if each in compared]
+        unknown = " and ".join(_SHORT.get(each, each) for each in stages if each not in compared)
+        if not known:
+            return f"{unknown.capitalize()} were not recorded in both runs"
+        text = f"The {' and '.join(known)} {'is' if known == ['loss'] else 'are'} the same"
+        return f"{text} ({unknown}: not recorded in both runs)" if unknown else text
+
+    stage, forward = onset.stage, _OF_FORWARD if "parameters" in compared else f"other parameters, {_OF_FORWARD}"
+    if stage == "parameters" and before is None:
         return (
-            f"The parameters differ in the first compared step ({found.step}): another seed, initialisation or checkpoint, or the runs "
+            f"The parameters differ in the first compared step ({onset.step}): another seed, initialisation or checkpoint, or the runs "
             "diverged before."
         )
     if stage == "parameters":
         return (
-            f"All values that both runs recorded in step {onset.before} are the same, and then the parameters differ: {_OF_OPTIMIZER}, or "
-            f"another change between steps {onset.before} and {found.step}."
+            f"All values that both runs recorded in step {before} are the same, and then the parameters differ: {_OF_OPTIMIZER}, or "
+            f"another change between steps {before} and {onset.step}."
         )
-    if stage == "activations" and found.key.startswith(f"{n.INPUT}/{n.ROOT}/"):
-        return f"{onset.same('parameters')}, and the input of the model differs: other data."
+    if stage == "activations" and onset.key.startswith(f"{n.INPUT}/{n.ROOT}/"):
+        return f"{same('parameters')}, and the input of the model differs: other data."
     if stage == "activations":
-        return f"{onset.same('parameters')}, and this is the first activation that differs: {onset.of_forward}."
-    if stage == "loss" and "activations" in onset.compared:
-        return f"{onset.same('parameters', 'activations')}, and the loss differs: other targets, or other code of the loss."
+        return f"{same('parameters')}, and this is the first activation that differs: {forward}."
+    if stage == "loss" and "activations" in compared:
+        return f"{same('parameters', 'activations')}, and the loss differs: other targets, or other code of the loss."
     if stage == "loss":
-        hint = 'Activations (preset="full") would show more.'
-        return f"{onset.same('parameters')}, and the loss differs: {onset.of_forward}. {hint}"
-    if stage == "gradients for the optimizer" and "gradients before clipping" in onset.compared:
+        return f'{same("parameters")}, and the loss differs: {forward}. Activations (preset="full") would show more.'
+    if stage == "gradients for the optimizer" and "gradients before clipping" in compared:
         return "The gradients are the same before clipping, and those that the optimizer uses differ: the clip, or its limit."
     if stage in _BACKWARD:
-        if known := [before for before in ("activations", "loss") if before in onset.compared]:
-            return f"{onset.same('parameters', *known)}, and gradients differ: {_OF_BACKWARD}."
+        if known := [each for each in ("activations", "loss") if each in compared]:
+            return f"{same('parameters', *known)}, and gradients differ: {_OF_BACKWARD}."
         hint = 'A logged loss, or activations (preset="full"), would show which.'
-        return f"{onset.same('parameters')}, and gradients differ: {onset.of_forward}, or in the backward pass. {hint}"
+        return f"{same('parameters')}, and gradients differ: {forward}, or in the backward pass. {hint}"
     if stage == "other values":
         return "The step itself does not differ, only values that were logged beside it or follow from earlier steps."
-    same = onset.same("parameters", "gradients for the optimizer")
     if stage == "settings":
-        return f"{same}, and {_SETTINGS.get(found.key, 'the learning rate')} differs."
-    return f"{same}, and the optimizer's result differs: {_OF_OPTIMIZER}."
+        return f"{same(*_FOR_STEP)}, and {_SETTINGS.get(onset.key, 'the learning rate')} differs."
+    return f"{same(*_FOR_STEP)}, and the optimizer's result differs: {_OF_OPTIMIZER}."
 
 
 _SETTINGS = {"context/amp_scale": "the loss scale", "context/applied": "whether the step was applied"}
 #: Stages that follow from the optimizer's step, or from the one before.
 _OF_STEP = frozenset({"parameters", "settings", "optimizer state", "updates"})
 _SHORT = {"gradients for the optimizer": "gradients"}
+_FOR_STEP = ("parameters", "gradients for the optimizer")
 
 
 # --- What only one of the runs has ---
@@ -592,10 +570,7 @@ def compared_items(run: RunReader) -> Iterator[Key]:
 
 
 def item_of(key: Key) -> Key | None:
-    """The item of :func:`compared_items` that a value belongs to; None for a built-in statistic of a tensor other than its count.
-
-    The count stands for all statistics, because others may be measured less often.
-    """
+    """The item that a value belongs to; None for a statistic other than the count, as others may be measured less often."""
     if key.source not in n.TENSOR_SOURCES or key.metric not in (*VIEWS, COUNT):
         return key
     return key._replace(metric="") if key.metric == COUNT else None
@@ -737,13 +712,11 @@ class Comparison:
         return found, interpret_noise(found[0].stage, found[0].key, sheet.share(column))
 
     def onset(self, step: int, steps: Sequence[int], settings: Sequence[str]) -> tuple[Divergence, str]:
-        """The value that differs first in the first step with a difference, and what that points to; ``settings``: those of optimizers
-        that differ.
-        """
+        """The value that differs first in the first step with a difference, and what that points to."""
         sheet, column = self._cells(step, lambda sheet: sheet.differs)[0]
         found, row = sheet.divergence(column, step), bisect_left(steps, step)
         before = steps[row - 1] if row else None
-        return found, interpret(Onset(found, before, self.stages(step), settings))
+        return found, interpret(found, before, self.stages(step), settings)
 
     def _cells(self, step: int, chosen: Callable[[SheetComparison], Tensor]) -> list[tuple[SheetComparison, int]]:
         """The chosen values of a step, as sheets and columns, in the order of computation."""

@@ -94,9 +94,7 @@ def run_card(
     points: int = 120,
     metrics: Sequence[str] = (),
 ) -> RunCard:
-    """Read the row of a run, in about ten milliseconds; raises as :func:`load_run`. The small chart has at most ``points`` losses;
-    ``metrics`` are keys of logged values, or of values for the whole model.
-    """
+    """Read a row in about ten milliseconds; raises as :func:`load_run`. ``metrics``: keys of logged or whole-model values."""
     with closing(read_run(path)) as run:
         status = run.status
         raised = str(status.meta.get("raised") or "") if status.has_ended else ""

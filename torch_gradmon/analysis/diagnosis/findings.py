@@ -24,36 +24,32 @@ _RATES = frozenset({"learning-rate-high", "update-ratio-high"})
 
 #: By rule, the rules whose findings may be its consequences. Only findings that rank below their cause are shown as such.
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(
+        ("another-model-trained", "never-stepped", "not-in-optimizer", "optimizer-never-steps", "frozen"), _STANDSTILL
+    ),
+    **dict.fromkeys(("constant-input", "dropout-high", "gradient-dropped-to-zero", "update-ratio-low"), _STANDSTILL),
+    "attention-entropy-collapse": _STANDSTILL,
+    **dict.fromkeys(("labels-not-mixed", "parameter-in-two-optimizers"), _DISORDER | {"spike"}),
+    **dict.fromkeys(("epsilon-dominates", "always-clipped", "no-gradient"), _STANDSTILL | {"learning-rate-low"}),
+    **dict.fromkeys(("backward-twice", "stepped-twice"), _DISORDER | _UNITS | _ATTENTION | _RATES),
     "softmax-before-loss": _STANDSTILL | _UNITS | _DEPTH | {"learning-rate-low", "always-clipped"},
     "relu-before-loss": _STANDSTILL | _UNITS | {"gradient-dropped-to-zero", "no-gradient"},
     "attention-mask": _STANDSTILL | _DEPTH | {"no-gradient"},
     "labels-ignored": _STANDSTILL | {"no-gradient", "non-finite-activation", "non-finite-loss", "non-finite-gradient"},
     "non-finite-input": _DISORDER | {"spike", "steps-skipped"},
-    "labels-not-mixed": _DISORDER | {"spike"},
     "labels-constant": frozenset({"loss-at-chance"}),
-    "another-model-trained": _STANDSTILL,
     "betas-swapped": _DISORDER | _RATES | {"spike"},
     "unregistered-parameters": _STANDSTILL | {"not-in-optimizer"},
     "players-agree": _STANDSTILL | _DISORDER | {"weight-growth", "spike"},
-    "parameter-in-two-optimizers": _DISORDER | {"spike"},
-    "dropout-high": _STANDSTILL,
     "weight-decay-high": _STANDSTILL | _UNITS | _DEPTH,
     "equal-units": _STANDSTILL | _DEPTH | {"no-gradient", "initialisation-scale"},
-    "epsilon-dominates": _STANDSTILL | {"learning-rate-low"},
     "gradients-cleared": _STANDSTILL | {"zero-update", "gradient-dropped-to-zero"},
     "zero-update": _STANDSTILL | {"learning-rate-low", "update-ratio-low"},
-    "constant-input": _STANDSTILL,
     "inputs-not-normalised": _DISORDER | _UNITS | _DEPTH | _RATES | {"always-clipped", "spike"},
     "targets-not-normalised": _DISORDER | {"learning-rate-low", "always-clipped"},
     "missing-zero-grad": _DISORDER | _UNITS | _ATTENTION | _RATES | {"always-clipped"},
-    "backward-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,
-    "stepped-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,
-    "never-stepped": _STANDSTILL,
-    "frozen": _STANDSTILL,
     "unattached-optimizer": frozenset({"not-in-optimizer"}),
     "step-without-gradients": _STANDSTILL | {"no-gradient"},
-    "not-in-optimizer": _STANDSTILL,
-    "optimizer-never-steps": _STANDSTILL,
     "optimizer-before-sharding": _STANDSTILL | {"not-in-optimizer"},
     "clipped-while-scaled": _STANDSTILL | {"always-clipped", "learning-rate-low", "update-ratio-low"},
     "initialisation-scale": _DISORDER | _UNITS | _ATTENTION | _DEPTH | _RATES | {"always-clipped", "learning-rate-low"},
@@ -67,19 +63,14 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "weights-at-bound": _STANDSTILL | _DEPTH | {"no-gradient", "spike", "learning-rate-low"},
     "weight-growth": _STANDSTILL | _UNITS | _ATTENTION | {"loss-divergence"},
     "never-clipped": _DISORDER | _UNITS,
-    "always-clipped": _STANDSTILL | {"learning-rate-low"},
     "dead-units": _STANDSTILL | {"gradient-dropped-to-zero", "no-gradient", "vanishing-gradients", "learning-rate-low"},
     "saturated-units": _STANDSTILL | {"vanishing-gradients"},
     "vanishing-gradients": _STANDSTILL | {"learning-rate-low", "update-ratio-low"},
-    "no-gradient": _STANDSTILL | {"learning-rate-low"},
-    "gradient-dropped-to-zero": _STANDSTILL,
     "low-precision-underflow": _STANDSTILL
     | {"zero-update", "gradient-dropped-to-zero", "learning-rate-low", "update-ratio-low", "vanishing-gradients"},
     "learning-rate-low": _STANDSTILL | {"update-ratio-low"},
     "update-ratio-high": _DISORDER | _ATTENTION,
-    "update-ratio-low": _STANDSTILL,
     "attention-logit-growth": _STANDSTILL | {"attention-entropy-collapse"},
-    "attention-entropy-collapse": _STANDSTILL,
 }
 
 
@@ -161,7 +152,10 @@ class Diagnosis(ShownAsText):
         ranked: list[Finding] = []
         while left:
             equals = [finding for finding in left if finding.severity == left[0].severity]
-            first = next((each for each in equals if not any(_precedes(other, each) for other in equals)), equals[0])
+            # where each may cause the other, the weight decides
+            first = next(
+                (each for each in equals if all(_may_cause(each, o) or not _may_cause(o, each) for o in equals)), equals[0]
+            )
             left.remove(first)
             ranked.append(first)
         return cls(tuple(ranked), steps, dict(unseen))
@@ -194,23 +188,14 @@ class Diagnosis(ShownAsText):
     def text(self, width: int = _WIDTH) -> str:
         """The diagnosis on about one screen, wrapped at ``width``."""
         span = "a run without a monitored step" if self.steps is None else f"steps {self.steps[0]} to {self.steps[1]}"
-        lines = self._findings(width)
-        if lines:
+        lines = [f"Nothing found in {span}." if self.steps else "Nothing to diagnose: no monitored step yet."]
+        if self.findings:
             counts = Counter(finding.severity for finding in self.findings)
             head = ", ".join(f"{counts[each]} {_plural(each, counts[each])}" for each in SEVERITIES if counts[each])
             causes = sum(1 for _ in self.grouped())
             rest = len(self.findings) - causes  # consequences, which are only named below a cause
             told = f": {causes} {_plural('cause', causes)}, {rest} {_plural('consequence', rest)}" if rest else ""
-            lines = [f"{head} in {span}{told}", "", *lines]
-        else:
-            lines = [f"Nothing found in {span}." if self.steps else "Nothing to diagnose: no monitored step yet."]
-        if self.unseen:
-            reasons = "; ".join(f"{rule} ({why})" for rule, why in self.unseen.items())
-            lines += ["", textwrap.fill(f"Not judged: {reasons}", width, subsequent_indent=" " * 8)]
-        return "\n".join(lines)
-
-    def _findings(self, width: int) -> list[str]:
-        lines: list[str] = []
+            lines = [f"{head} in {span}{told}", ""]
         hidden = Counter(finding.rule for finding in self.findings)
         for finding, consequences in self.grouped(_MOST_OF_RULE):
             hidden.subtract(each.rule for each in (finding, *consequences))
@@ -218,8 +203,12 @@ class Diagnosis(ShownAsText):
             if consequences:
                 names = [placed(each.rule, each.where) for each in consequences]
                 lines.append(_indented(f"Possible consequences: {listed(names, 2 * _MOST_OF_RULE)}.", width, 11))
-        rest = [f"{count} more of {rule}" for rule, count in hidden.items() if count]
-        return [*lines, *([f"{'':8}and {', '.join(rest)}"] if rest else [])]
+        if more := [f"{count} more of {rule}" for rule, count in hidden.items() if count]:
+            lines.append(f"{'':8}and {', '.join(more)}")
+        if self.unseen:
+            reasons = "; ".join(f"{rule} ({why})" for rule, why in self.unseen.items())
+            lines += ["", textwrap.fill(f"Not judged: {reasons}", width, subsequent_indent=" " * 8)]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis for JSON."""
@@ -246,11 +235,6 @@ def _may_cause(cause: Finding, effect: Finding) -> bool:
     if cause.rule == "never-clipped" and not cause.evidence.get("outliers", 1.0):
         return False
     return effect.rule in CONSEQUENCES.get(cause.rule, ()) and effect.steps[1] >= cause.steps[0]
-
-
-def _precedes(cause: Finding, effect: Finding) -> bool:
-    """Whether one may cause the other and not the other way round, where the weight decides."""
-    return _may_cause(cause, effect) and not _may_cause(effect, cause)
 
 
 def _indented(text: str, width: int, hanging: int) -> str:

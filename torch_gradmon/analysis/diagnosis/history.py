@@ -167,13 +167,11 @@ def may_fall(before: Series, after: Series, least: float) -> bool:
 
 def _deviation(part: Series) -> float:
     middle = part.median
-    return Series(part.steps, tuple(abs(value - middle) for value in part.values)).median
+    return lower_median(abs(value - middle) for value in part.finite.values)
 
 
 def rank_shift(before: Sequence[float], after: Sequence[float]) -> float:
-    """By how many standard deviations ``after`` ranks above ``before``; positive if it is larger. Ties have the mean of their
-    ranks.
-    """
+    """By how many standard deviations ``after`` ranks above ``before``; ties have the mean of their ranks."""
     count, other = len(after), len(before)
     below = sum((a > b) + 0.5 * (a == b) for a in after for b in before)
     return (below - count * other / 2) / math.sqrt(count * other * (count + other + 1) / 12)
@@ -303,11 +301,7 @@ class History:
 
     @cached_property
     def loss(self) -> Series:
-        """The logged loss; otherwise the only number that the model returns, if its outputs were measured; empty without any.
-
-        The loss is the shortest key like ``loss``, ``train/loss`` or ``loss/train``; a key like ``kl_loss`` is used only if there
-        is no other.
-        """
+        """The logged loss; otherwise the only number that the model returns, if its outputs were measured; empty without any."""
         if self._loss_key is not None:
             return self._of_keys(self._loss_key)
         outputs = self.matrix(n.ACTIVATION, "mean")
@@ -387,23 +381,17 @@ class History:
         return "warning" if (self.learning.is_stuck or self.learning.is_worse) and not self.need_not_fall else "info"
 
     @cached_property
-    def _owned(self) -> frozenset[str]:
-        return frozenset(name for group in self.groups for name in group.get("parameters", ()))
+    def _owners(self) -> dict[str, int]:
+        """The number of the first optimizer of each parameter that any of them had when they were attached."""
+        groups = reversed([*enumerate(self.groups)])
+        return {name: group.get("number", place) for place, group in groups for name in group.get("parameters", ())}
 
     def is_unowned(self, name: str) -> bool:
-        """Whether no optimizer had the parameter when these were attached."""
-        return bool(self._owned) and name not in self._owned
+        return bool(self._owners) and name not in self._owners
 
     def first_to_step(self, names: Sequence[str], record: StepRecord) -> list[str]:
         """Of these parameters those of the optimizer that stepped first, where several take turns in the step; else all of them."""
-        if "by_turns" not in record.context:
-            return [*names]
-        numbers = {
-            name: group.get("number", place)
-            for place, group in reversed([*enumerate(self.groups)])
-            for name in group.get("parameters", ())
-        }
-        turns = [numbers.get(name, math.inf) for name in names]
+        turns = [self._owners.get(name, math.inf) if "by_turns" in record.context else 0 for name in names]
         return [name for name, turn in zip(names, turns, strict=True) if turn == min(turns)]
 
     @property
@@ -418,16 +406,12 @@ class History:
         return self.misses_beginning(self.loss.finite.steps)
 
     def misses_beginning(self, steps: Sequence[int]) -> bool:
-        """Whether a series of these steps has nothing of the beginning of the training, which it has where no more steps are before it than
-        there usually are between two of its own.
-        """
+        """Whether more steps lie before the first of these than usually between two: the beginning of the training is missing."""
         gaps = sorted(later - step for step, later in pairwise(steps))
         return self.is_resumed or (bool(gaps) and steps[0] - self.records[0].step > gaps[len(gaps) // 2])
 
     def beginning(self, steps: Sequence[int]) -> int | None:
-        """The place of the beginning of the training among ``steps``, those of a series or a matrix: its values there are of parameters
-        that have not moved yet. None where the training began before the run, or measuring began later.
-        """
+        """The place in ``steps`` with parameters that have not moved yet; None if training or measuring did not begin there."""
         place = bisect_right(steps, self._unmoved) - 1
         return place if place >= 0 else None
 
@@ -481,26 +465,20 @@ class History:
         return GradientEdit.of(self.series("grad_norm").finite, self.series("grad_norm_after_clip").finite, kept)
 
     def gradients(self, metric: str) -> Matrix:
-        """A metric of the gradients that backward brings, for rules that compare layers or look for outliers, which a clip would hide; of
-        those that the optimizer used if only these are known.
-        """
+        """What backward brings, if it is known: for comparisons of layers and for outliers, which a clip would hide."""
         return self.matrix(n.GRADIENT_BEFORE_CLIP, metric) or self.matrix(n.GRADIENT, metric)
 
     def used_gradients(self, metric: str) -> Matrix:
-        """A metric of the gradients that the optimizer used, for rules that compare them with what it made of them; of those that backward
-        brings if only these are known.
-        """
+        """What the optimizer used, if it is known: for comparisons with what it made of them."""
         return self.matrix(n.GRADIENT, metric) or self.matrix(n.GRADIENT_BEFORE_CLIP, metric)
 
     def unclipped_norms(self) -> Matrix:
-        """The norms of the gradients that a clip gets, or would get, for rules that compare them with the loss: those of
-        :meth:`gradients`, times what the loop scales them by.
-        """
+        """What a clip gets, for comparisons with the loss: the norms of :meth:`gradients`, times what the loop scales them by."""
         norms = self.gradients("norm")
         if not norms or not self.edit.scales or n.GRADIENT_BEFORE_CLIP not in {s for r in self.records for s in r.tables}:
             return norms
         scales = norms.values.new_tensor([self.edit.scales.get(step, 1.0) for step in norms.steps])
-        return Matrix(norms.steps, norms.names, norms.values * scales[:, None])
+        return replace(norms, values=norms.values * scales[:, None])
 
     @property
     def unclipped_norm(self) -> Series:
@@ -558,9 +536,7 @@ class History:
 
     @cached_property
     def returned_numbers(self) -> frozenset[str]:
-        """The outputs of the whole model that are one number, such as the loss that it computes itself. Empty if a module inside returns
-        one number too, as the last one does of a model with one output that is given one example.
-        """
+        """The outputs of the whole model that are one number, such as its loss; none if a module inside returns one too."""
         numbers = frozenset(name for name, size in self.sizes(n.ACTIVATION).items() if size == 1)
         return numbers if all(name.startswith(n.ROOT) for name in numbers) else frozenset()
 
@@ -582,11 +558,7 @@ class History:
         severity: Severity | None = None,
         steps: Sequence[int] = (),
     ) -> list[Finding]:
-        """A list of one :class:`Finding`, as rules return it.
-
-        The default severity is that of a problem that matters only if the model does not learn; the default steps are all steps. Of
-        ``steps`` the first and the last count.
-        """
+        """A list of one, as rules return it: by default of the severity :attr:`concern`, and from the first to the last of all steps."""
         span = (steps[0], steps[-1]) if steps else (self.records[0].step, self.records[-1].step)
         return [Finding(rule, severity or self.concern, where, span, evidence, cause, advice, weight)]
 
@@ -641,7 +613,9 @@ class Precautions:
         scales = [float(scale) for record in records if (scale := record.context.get("amp_scale")) is not None]
         self.scale = scales[-1] if scales else None
         # steps in which the learning rate rises from the start; 0 without a warm-up
-        self.warm_up = _warm_up(rates, history.is_resumed)
+        self.warm_up = 0
+        if rates and rates.values[0] < _BEGINS * (largest := max(rates.values)):
+            self.warm_up = rates.steps[rates.values.index(largest)] - (0 if history.is_resumed else rates.steps[0])
         # whether the learning rate ends above its value in the middle
         self.raises = bool(rates) and rates.values[-1] > rates.at(0.5)
         # number of parameter groups according to the learning rates; 1 if unknown
@@ -652,10 +626,3 @@ class Precautions:
     def warm_up_advice(self) -> str:
         """The end of a sentence that recommends a lower learning rate."""
         return f"; the warm-up of {self.warm_up} steps is too short" if self.warm_up else "; add a warm-up"
-
-
-def _warm_up(rates: Series, is_resumed: bool) -> int:
-    if not rates:
-        return 0
-    largest, first = max(rates.values), 0 if is_resumed else rates.steps[0]
-    return rates.steps[rates.values.index(largest)] - first if rates.values[0] < _BEGINS * largest else 0

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...core.moments import ALWAYS, VIEWS
-from ...core.records import StatsTable
-from ...runs.reader import fitting
+from ...core.records import StatsTable, merged
+from ...runs.reader import StatsSeries, fitting
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -153,42 +153,35 @@ def scales_alike(kept: Matrix | None) -> bool:
     return 2 * int((reduced & (largest > smallest * 1.05)).sum()) <= int(reduced.sum())
 
 
-def _merge(names: list[str], new: Sequence[str]) -> None:
-    """Put each name that ``names`` lacks behind the one that it follows in ``new``: both are in model order."""
-    known, at = set(names), 0
-    if known.issuperset(new):
-        return
-    for name in new:
-        if name in known:
-            at = names.index(name) + 1
-        else:
-            names.insert(at, name)
-            at += 1
+def stacked(tables: Iterable[tuple[int, StatsTable]]) -> Iterator[StatsSeries]:
+    """Successive tables of steps, ascending, as one where they have the same tensors and columns."""
+    for (names, columns), some in groupby(tables, key=lambda pair: (pair[1].names, pair[1].columns)):
+        steps, found = zip(*some, strict=True)
+        yield StatsSeries(steps, names, torch.stack([table.rows for table in found]), columns)
 
 
-def assembled(
-    parts: Iterable[tuple[tuple[str, ...], Tensor]], counts: Counter[tuple[str, ...]], names: Iterable[str]
-) -> tuple[tuple[str, ...], Tensor]:
-    """Rows of tensors of the same names, and of others, below each other. Of more tensors than memory allows those with most rows are kept.
+def assembled(parts: Sequence[tuple[tuple[int, ...], tuple[str, ...], Tensor]], names: Iterable[str]) -> Matrix:
+    """Values ``[steps, tensors]`` of successive steps below each other; each part has its steps and the names of its tensors.
 
-    ``parts`` are the names of some successive rows, and these ``[rows, tensors]``; ``counts`` the number of all rows with these names;
-    ``names`` all of them, in the order of the result: the names that are kept, and float64 ``[rows, tensors]``, NaN where a row lacks one.
+    ``names`` are all of these, in the order of the result. Of more tensors than memory allows those with most steps are kept.
     """
+    counts = Counter[tuple[str, ...]]()
+    for some, own, _ in parts:
+        counts[own] += len(some)
     known = dict.fromkeys(names, 0)
     for own, count in counts.items():
         for name in own:
             known[name] += count
-    kept = fitting(known, counts.total())
-    values = torch.full((counts.total(), len(kept)), math.nan, dtype=torch.float64, device="cpu")
-    columns: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+    steps = tuple(chain.from_iterable(some for some, _, _ in parts))
+    kept = fitting(known, len(steps))
+    values = torch.full((len(steps), len(kept)), math.nan, dtype=torch.float64, device="cpu")
+    places = {own: _shared(own, kept) for own in counts}
     first = 0
-    for own, rows in parts:
-        if own not in columns:
-            columns[own] = _shared(own, kept)
-        at, column = columns[own]
-        values[first : first + len(rows), column] = rows if len(at) == len(own) else rows[:, at]
-        first += len(rows)
-    return tuple(kept), values
+    for some, own, rows in parts:
+        at, columns = places[own]
+        values[first : first + len(some), columns] = rows if len(at) == len(own) else rows[:, at]
+        first += len(some)
+    return Matrix(steps, kept, values)
 
 
 def _shared(some: Sequence[Any], others: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -210,18 +203,14 @@ class Matrix:
     def __bool__(self) -> bool:
         return bool(self.steps and self.names)
 
-    @classmethod
-    def of_tables(cls, tables: Iterable[tuple[int, StatsTable]], metric: str) -> Matrix:
+    @staticmethod
+    def of_tables(tables: Iterable[tuple[int, StatsTable]], metric: str) -> Matrix:
         """A built-in metric from the tables that have it, ascending by step; empty without any."""
-        view = VIEWS[metric]
-        kept = [(step, table) for step, table in tables if view.columns <= table.columns | ALWAYS and table.names]
-        counts = Counter(table.names for _, table in kept)
-        names: list[str] = []
-        for new in counts:  # nearly all tables have the same names
-            _merge(names, new)
-        found = (torch.where(view.defined(table.rows), view.compute(table.rows), math.nan) for _, table in kept)
-        rows = ((table.names, row[None]) for (_, table), row in zip(kept, found, strict=True))
-        return cls(tuple(step for step, _ in kept), *assembled(rows, counts, names))
+        series = [each for each in stacked(tables) if each.has(metric) and each.names]
+        return assembled(
+            [(each.steps, each.names, each.values(metric)) for each in series],
+            merged(reversed({each.names: None for each in series})),
+        )
 
     def over(self, base: Matrix) -> Self:
         """This matrix divided by ``base``, on the steps and tensors of both; NaN where ``base`` is not positive."""

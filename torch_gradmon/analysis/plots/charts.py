@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -21,7 +20,7 @@ from ...core.keys import Key, blocks_of
 from ...core.moments import Column
 from ...core.records import ModelOrder, StepRecord, loss_among, merged
 from ...runs.reader import RunReader, StatsSeries, fitting
-from ..diagnosis.series import Series, assembled, clip_bound
+from ..diagnosis.series import Series, assembled, clip_bound, stacked
 from . import elements
 from .elements import (
     LAYER_VIEWS,
@@ -47,9 +46,7 @@ from .elements import (
 
 
 class ValueSource:
-    """Records in memory, read as a run on disk; ``order`` is that of the model's tensors, and ``is_whole`` false if steps between them are
-    forgotten.
-    """
+    """Records in memory, read as a run on disk; ``is_whole`` is false if steps between them are forgotten."""
 
     def __init__(self, records: Iterable[StepRecord], order: ModelOrder | None = None, is_whole: bool = True) -> None:
         self._records = {record.step: record for record in records}
@@ -70,9 +67,7 @@ class ValueSource:
 
     def stacks(self, source: str) -> Iterator[StatsSeries]:
         found = [(step, record.tables[source]) for step, record in self._records.items() if source in record.tables]
-        for (names, columns), some in groupby(found, key=lambda pair: (pair[1].names, pair[1].columns)):
-            steps, tables = zip(*some, strict=True)
-            yield StatsSeries(steps, names, torch.stack([table.rows for table in tables]), columns)
+        return stacked(found)
 
 
 # --- The drawn values of one run, computed on first use ---
@@ -142,31 +137,23 @@ class PanelSet:
         # where the norm of all gradients is known, each gradient that there was is measured
         is_of_all = source == n.GRADIENT_BEFORE_CLIP and len(self.line("grad_norm")) > 0
         due = tuple(self._source.tensors(n.PARAMETER)) if is_of_all else ()
-        counts = Counter[tuple[str, ...]]()
-        for some, measured, _ in parts:
-            counts[measured] += len(some)
-        steps = tuple(step for some, _, _ in parts for step in some)
-        all_names = self._source.in_model_order(source, {**dict.fromkeys(counts), due: None})
-        names, values = assembled(((measured, found) for _, measured, found in parts), counts, all_names)
-        if len(names) < len(all_names):
-            view = replace(view, title=f"{view.title}, of the {len(names):,} of {len(all_names):,} layers that have it most")
-        run = self.steps
-        return Panel(steps, names, values, view, source, self.gaps(steps), (run[0], run[-1]), frozenset(due))
+        names = self._source.in_model_order(source, {**{measured: None for _, measured, _ in parts}, due: None})
+        found = assembled(parts, names)
+        if len(found.names) < len(names):
+            view = replace(view, title=f"{view.title}, of the {len(found.names):,} of {len(names):,} layers that have it most")
+        span = self.steps[0], self.steps[-1]
+        return Panel(**vars(found), view=view, source=source, gaps=self.gaps(found.steps), span=span, due=frozenset(due))
 
     def _parts(self, source: str) -> list[_Part]:
         """All that is drawn of a source, read once; all of its rows would be several times as large."""
         if source not in self._known:
             metrics = {view.metric for view in LAYER_VIEWS.values() if source in (*view.sources, view.base)}
-            self._known[source] = [
-                (stack.steps, stack.names, {metric: _values(stack, metric) for metric in metrics if stack.has(metric)})
-                for stack in self._source.stacks(source)
-                if stack.names
-            ]
+            known = self._known[source] = []
+            for stack in self._source.stacks(source):
+                is_bad = stack.rows[..., Column.NONFINITE] > 0
+                values = {metric: torch.where(is_bad, math.inf, stack.values(metric)) for metric in metrics if stack.has(metric)}
+                known += [(stack.steps, stack.names, values)] if stack.names else []
         return self._known[source]
-
-
-def _values(stack: StatsSeries, metric: str) -> torch.Tensor:
-    return torch.where(stack.rows[..., Column.NONFINITE] > 0, math.inf, stack.values(metric))
 
 
 # --- Layers grouped by block: a thousand rows are unreadable, a few dozen blocks are not ---
@@ -178,9 +165,7 @@ _SCROLLED = 4
 
 
 def blocks(names: Sequence[str], most: int = ROWS) -> dict[str, list[int]]:
-    """The places of ``names`` by block, in order. Each name is a block of its own if there are at most ``most``; too many blocks are merged
-    with their neighbours (``blocks.0 to blocks.3``).
-    """
+    """The places of ``names`` by block, in order; too many blocks are merged with their neighbours (``blocks.0 to blocks.3``)."""
     if len(names) <= most:
         return {name: [place] for place, name in enumerate(names)}
     found: dict[str, list[int]] = {}
@@ -205,9 +190,7 @@ def blocks(names: Sequence[str], most: int = ROWS) -> dict[str, list[int]]:
 
 
 def by_block(view: PlotView, cells: Tensor, groups: Mapping[str, Sequence[int]]) -> Tensor:
-    """One column for each block of ``cells`` ``[columns, layers]``: the root of the sum of squares of its layers, or the largest value;
-    infinite if one layer is not finite.
-    """
+    """The root of the sum of squares of the layers of each block, or the largest value; infinite if one is not finite."""
     found = []
     for places in groups.values():
         values = cells[:, list(places)]
@@ -235,9 +218,7 @@ _MOST_LAYERS, _BEGINNING = 12, 0.05
 def heatmap(
     panels: PanelSet, view: str = "gradient", rows: int = ROWS, columns: int = COLUMNS, relative: bool | None = None
 ) -> Heatmap:
-    """A view of all layers over the steps, by blocks if there are more than ``rows`` layers. ``relative`` colours show each value relative
-    to the median of its row; None for the default of the view.
-    """
+    """A view over the steps, by blocks if there are more than ``rows`` layers; ``relative`` to the median of the row."""
     panel = _panel(panels, view)
     cells, groups = downsampled(panel, columns), blocks(panel.names, rows)
     is_relative = is_relative_by_default(panel.steps, panel.view.is_log) if relative is None else relative
@@ -290,11 +271,7 @@ def update(panels: PanelSet) -> LineChart:
         after = steps_after(panels.gaps(low.steps), low.steps, POINTS)
         below, above = _band(low, high, after)
         lines.insert(0, Line("10th to 90th percentile of matrices", below, elements.SKY, below, above, after_gaps=after))
-    return LineChart(
-        "update over parameter",
-        (Subplot("update / parameter", tuple(lines), bands=USUAL_UPDATES),),
-        _marks(panels),
-    )
+    return LineChart("update over parameter", (Subplot("update / parameter", tuple(lines), bands=USUAL_UPDATES),), _marks(panels))
 
 
 def depth(panels: PanelSet, view: str = "gradient", step: int | None = None, rows: int = ROWS) -> DepthProfile:
@@ -365,10 +342,7 @@ def _panel(panels: PanelSet, view: str) -> Panel:
 
 
 def _band(low: Series, high: Series, after_gaps: Sequence[int] = ()) -> tuple[Series, Series]:
-    """The lowest lower and the highest upper edge of equally many steps each, without values that a logarithmic axis cannot show.
-
-    Steps on both sides of a gap are never combined; ``after_gaps`` are the steps that follow one.
-    """
+    """The lowest lower and the highest upper edge of equally many steps each, never combined over a gap."""
     size = -(-len(low) // POINTS)
     edges = [
         (step, below, above)
@@ -434,9 +408,7 @@ class RunPair:
 
 
 def relative(a: Tensor, b: Tensor) -> Tensor:
-    """The difference of two panels' values relative to the larger one: 0 where they are equal or neither is finite; infinity where one of
-    them is not finite; NaN where one is missing.
-    """
+    """The difference relative to the larger value: 0 if neither is finite, infinity if one is not, NaN if one is missing."""
     larger = torch.maximum(a.abs(), b.abs())
     found = torch.where(larger > 0, (a - b).abs() / larger, 0.0)
     found = torch.where(a.isinf() != b.isinf(), math.inf, found)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -176,10 +176,11 @@ class RecordedSteps:
         return tuple(after for before, after in pairwise(self.steps) if after - before > longest)
 
 
-def _joined(gaps: Sequence[Gap]) -> tuple[Gap, ...]:
+def _joined(gaps: Iterable[Gap], near: float = 0.0) -> tuple[Gap, ...]:
+    """Ascending gaps, each with those after it that begin no farther than ``near`` behind its end."""
     found: list[Gap] = []
     for low, high in gaps:
-        if found and low <= found[-1][1]:
+        if found and low - found[-1][1] <= near:
             found[-1] = found[-1][0], max(high, found[-1][1])
         else:
             found.append((low, high))
@@ -187,17 +188,11 @@ def _joined(gaps: Sequence[Gap]) -> tuple[Gap, ...]:
 
 
 def intersection(some: Sequence[Gap], others: Sequence[Gap]) -> tuple[Gap, ...]:
-    found: list[Gap] = []
-    one = other = 0
-    while one < len(some) and other < len(others):
-        low, high = max(some[one][0], others[other][0]), min(some[one][1], others[other][1])
-        if low < high:
-            found.append((low, high))
-        if some[one][1] < others[other][1]:
-            one += 1
-        else:
-            other += 1
-    return tuple(found)
+    edges = sorted((edge, change) for low, high in (*some, *others) for edge, change in ((low, 1), (high, -1)))
+    depths = accumulate(change for _, change in edges)
+    return tuple(
+        (low, high) for ((low, _), (high, _)), depth in zip(pairwise(edges), depths, strict=False) if depth == 2 and low < high
+    )
 
 
 def between(gaps: Sequence[Gap], before: float, after: float) -> Gap | None:
@@ -221,9 +216,7 @@ class Grid(NamedTuple):
 
 
 def grid(first: Sequence[int], last: Sequence[int], gaps: Sequence[Gap], span: tuple[int, int]) -> Grid:
-    """Lay out cells, each from its first to its last measured step, over the steps from ``span[0]`` to ``span[1]``: each reaches
-    half-way to its neighbours, or to a gap.
-    """
+    """Lay out cells, from their first to their last measured step, over a span: each reaches half-way to the next, or to a gap."""
     begin, end = span[0] - 0.5, span[1] + 0.5
     least = _VISIBLE * (end - begin) / 2
     edges: list[float] = [begin]
@@ -317,15 +310,9 @@ def downsampled(panel: Panel, columns: int) -> Downsampled:
         return Downsampled(steps, steps, values)
     far = values.nan_to_num(nan=-1.0, posinf=math.inf) if panel.view.is_difference else _distance(values, panel.view.is_log)
     width = -(-(steps[-1] - steps[0] + 1) // columns)
-    first, last, found = [], [], []
-    for _, stretch in groupby(range(len(steps)), key=lambda place: (steps[place] - steps[0]) // width):
-        begin, *rest = stretch
-        end = rest[-1] if rest else begin
-        chosen = far[begin : end + 1].argmax(0, keepdim=True)
-        first.append(steps[begin])
-        last.append(steps[end])
-        found.append(values[begin : end + 1].gather(0, chosen))
-    return Downsampled(tuple(first), tuple(last), torch.cat(found))
+    parts = [[*part] for _, part in groupby(range(len(steps)), key=lambda place: (steps[place] - steps[0]) // width)]
+    found = [values[part].gather(0, far[part].argmax(0, keepdim=True)) for part in parts]
+    return Downsampled(tuple(steps[part[0]] for part in parts), tuple(steps[part[-1]] for part in parts), torch.cat(found))
 
 
 def _distance(values: Tensor, is_log: bool) -> Tensor:
@@ -438,12 +425,10 @@ class Subplot:
 
     @property
     def guide_texts(self) -> dict[str, float]:
-        """The guides by what is written at them."""
         return {f"{name} {value:.3g}": value for name, value in self.guides.items()}
 
     @property
     def band_texts(self) -> dict[str, tuple[float, float]]:
-        """The bands by what is written at them."""
         return {f"{name}: {low:.3g} to {high:.3g}": (low, high) for name, (low, high) in self.bands.items()}
 
 
@@ -545,13 +530,6 @@ def cell_text(value: float, median: float = math.nan, due: bool = False) -> str:
     )
 
 
-def merged_marks(marks: Sequence[int], most: int) -> list[tuple[int, int]]:
+def merged_marks(marks: Sequence[int], most: int) -> tuple[Gap, ...]:
     """Steps as ranges from first to last. Steps are merged if they are so close that ``most`` ranges would fill the chart."""
-    found: list[tuple[int, int]] = []
-    near = (marks[-1] - marks[0]) / most if marks else 0
-    for step in marks:
-        if found and step - found[-1][1] <= max(near, 1):
-            found[-1] = found[-1][0], step
-        else:
-            found.append((step, step))
-    return found
+    return _joined(((step, step) for step in marks), max((marks[-1] - marks[0]) / most, 1)) if marks else ()

@@ -10,18 +10,7 @@ from matplotlib.figure import Figure
 
 from ...core.formatting import cut_middle
 from . import elements
-from .elements import (
-    Chart,
-    DepthProfile,
-    Heatmap,
-    Line,
-    LineChart,
-    Subplot,
-    drawable,
-    merged_marks,
-    scale_labels,
-    scale_limit,
-)
+from .elements import Chart, DepthProfile, Heatmap, Line, LineChart, Subplot, drawable, merged_marks, scale_labels, scale_limit
 
 _WIDTH, _ROW, _SUBPLOT, _SMALL = 10.0, 0.19, 1.5, 1.7
 _NAME = 40

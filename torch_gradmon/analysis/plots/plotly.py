@@ -153,13 +153,7 @@ def _profile(profile: DepthProfile) -> go.Figure:
     x, y = chain([((a, b), (row, row)) for a, b, row in zip(low, high, rows, strict=True)], None)
     drawn = go.Figure()
     drawn.add_scatter(
-        x=x,
-        y=y,
-        mode="lines",
-        line={"color": elements.SKY, "width": 6},
-        opacity=0.45,
-        name="all steps",
-        hoverinfo="skip",
+        x=x, y=y, mode="lines", line={"color": elements.SKY, "width": 6}, opacity=0.45, name="all steps", hoverinfo="skip"
     )
     drawn.add_scatter(
         x=drawable(profile.values, profile.is_log, None),
@@ -208,7 +202,7 @@ def _lines(chart: LineChart) -> go.Figure:
     return framed(drawn, chart.title, max(LEAST, int(heights) + 90))
 
 
-def _mark(first: int, last: int, axis: int) -> dict[str, Any]:
+def _mark(first: float, last: float, axis: int) -> dict[str, Any]:
     """A line at a step with a spike, or a band over several steps, in one of the subplots."""
     number = "" if axis == 1 else str(axis)
     place = {"xref": f"x{number}", "yref": f"y{number} domain", "x0": first, "x1": last, "y0": 0, "y1": 1, "opacity": 0.7}
@@ -248,10 +242,7 @@ def _label(drawn: go.Figure, text: str, value: float, is_log: bool, row: int, co
 
 
 def _decades(subplot: Subplot) -> dict[str, Any]:
-    """A logarithmic axis with a tick at each power of ten; if these are few, also at twice and five times each.
-
-    An axis of one value is as wide as a power of ten.
-    """
+    """An axis with a tick at each power of ten, at 2 and 5 times each if these are few; for one value a power of ten wide."""
     series = [some for line in subplot.lines for some in (line.series, line.low, line.high) if some is not None]
     known = [value for some in series for value in some.finite.values if value > 0] + list(subplot.guides.values())
     known += [edge for band in subplot.bands.values() for edge in band]

@@ -10,10 +10,8 @@ import hashlib
 import json
 import math
 import os
-import sys
-from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -38,7 +36,7 @@ from ..diagnosis.history import History
 from ..diagnosis.series import Series
 from ..diff import RunDiff
 from ..plots import charts
-from ..plots.charts import PanelPair, PanelSet, RunPair, blocks, by_block, pair_layers, pair_norm, pair_update
+from ..plots.charts import PanelPair, PanelSet, RunPair, blocks, by_block
 from ..plots.elements import (
     LAYER_VIEWS,
     RECENT,
@@ -66,10 +64,7 @@ _LARGEST = 32000.0
 
 
 def packed(values: Tensor, is_log: bool, due: Sequence[bool] = ()) -> str:
-    """``values`` as base64 of 16-bit little-endian codes, row by row; NaN is a missing value, infinity one that is not finite.
-
-    ``due``: the rows in which a missing value is a gradient that there was not.
-    """
+    """``values`` as base64 of 16-bit little-endian codes, row by row; in ``due`` rows, NaN is a gradient that there was not."""
     scaled = values.abs().clamp_min(1e-300).log10() * LOG_SCALE if is_log else values * SCALE
     codes = scaled.nan_to_num(0.0, 0.0, 0.0).round().clamp(-_LARGEST, _LARGEST)
     if is_log:
@@ -77,10 +72,7 @@ def packed(values: Tensor, is_log: bool, due: Sequence[bool] = ()) -> str:
     codes = torch.where(values.isinf(), float(NONFINITE), codes)
     missing = torch.tensor([[float(NO_GRADIENT if each else NONE)] for each in due or [False]], device="cpu")
     codes = torch.where(values.isnan(), missing, codes)
-    cells = array("h", codes.to(torch.int64).flatten().tolist())
-    if sys.byteorder == "big":
-        cells.byteswap()
-    return base64.b64encode(cells.tobytes()).decode("ascii")
+    return base64.b64encode(codes.numpy().astype("<i2").tobytes()).decode("ascii")
 
 
 # --- The content of a report, as plain data ---
@@ -118,11 +110,9 @@ def content(run: RunReader, title: str, advance: Callable[[], None]) -> dict[str
         "sides": {"run": ""},
         "views": {name: view({"run": panel}) for name, panel in panels.panels()},
         "figures": figures(
-            {
-                "norm": lambda: charts.norm(panels),
-                "update": lambda: charts.update(panels),
-                "layers": lambda: charts.layers(panels, names=_notable_layers(panels, diagnosis)),
-            }
+            norm=lambda: charts.norm(panels),
+            update=lambda: charts.update(panels),
+            layers=lambda: charts.layers(panels, names=_notable_layers(panels, diagnosis)),
         ),
         "layers": _layers(panels),
     }
@@ -214,49 +204,44 @@ def view(panels: Mapping[str, Panel]) -> dict[str, Any]:
 
 
 def _side(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int]] | None) -> dict[str, Any]:
-    """The values of a panel's layers and blocks, and the medians of both over all steps."""
-    is_log = panel.view.is_log
-    own, usual = cells.values, medians(panel.values)
+    """The values of a panel's layers and blocks, the medians of both over all steps, and the values relative to the steps before each
+    column; None for these in a short run, whose medians are those of these steps.
+    """
+    is_log, usual = panel.view.is_log, medians(panel.values)
     due = [name in panel.due for name in panel.names]
     of_blocks = None if groups is None else by_block(panel.view, panel.values, groups)
     due_blocks = [all(due[place] for place in places) for places in (groups or {}).values()]
+
+    def shown(own: Tensor, own_blocks: Tensor | None, middle: Tensor) -> dict[str, Any]:
+        return {
+            "cells": packed(own.T, is_log, due),
+            "ofBlocks": None if own_blocks is None else packed(own_blocks.T, is_log, due_blocks),
+            "limit": scale_limit(deviations(own, middle, is_log), is_log),
+        }
+
+    recent = None
+    if len(panel.steps) >= 2 * RECENT and is_log:
+        place = {step: at for at, step in enumerate(panel.steps)}
+        columns = [place[step] for step in cells.first], [place[step] for step in cells.last]
+        of_both = recent_ratios(panel.values, *columns), None if of_blocks is None else recent_ratios(of_blocks, *columns)
+        recent = shown(*of_both, torch.ones(1, dtype=torch.float64, device="cpu"))
     return {
         "title": panel.view.title,
         "log": is_log,
-        "cells": packed(own.T, is_log, due),
-        "ofBlocks": None if groups is None else packed(by_block(panel.view, own, groups).T, is_log, due_blocks),
+        **shown(cells.values, None if groups is None else by_block(panel.view, cells.values, groups), usual),
         "medians": list(map(cell, usual.tolist())),
         "mediansOfBlocks": None if of_blocks is None else list(map(cell, medians(of_blocks).tolist())),
-        "limit": scale_limit(deviations(own, usual, is_log), is_log),
         "relative": None if panel.view.is_difference else is_relative_by_default(panel.steps, is_log),
-        "recent": _recent(panel, cells, due, of_blocks, due_blocks),
+        "recent": recent,
     }
 
 
-def _recent(
-    panel: Panel, cells: Downsampled, due: Sequence[bool], of_blocks: torch.Tensor | None, due_blocks: Sequence[bool]
-) -> dict[str, Any] | None:
-    """The same relative to the steps before each column; None for a short run, whose medians are those of these steps."""
-    if len(panel.steps) < 2 * RECENT or not panel.view.is_log:
-        return None
-    place = {step: at for at, step in enumerate(panel.steps)}
-    columns = [place[step] for step in cells.first], [place[step] for step in cells.last]
-    own = recent_ratios(panel.values, *columns)
-    return {
-        "cells": packed(own.T, True, due),
-        "ofBlocks": None if of_blocks is None else packed(recent_ratios(of_blocks, *columns).T, True, due_blocks),
-        "limit": scale_limit(deviations(own, torch.ones(1, dtype=torch.float64, device="cpu"), True), True),
-    }
-
-
-def figures(wanted: Mapping[str, Callable[[], Chart]]) -> dict[str, Any]:
+def figures(**wanted: Callable[[], Chart]) -> dict[str, Any]:
     """Charts as static figures by name, without those whose values are missing."""
     found = {}
     for name, chart in wanted.items():
-        try:
+        with suppress(ValueError):
             found[name] = figure(chart()).to_plotly_json()
-        except ValueError:
-            continue
     return found
 
 
@@ -319,9 +304,7 @@ def comparison_content(
     title: str,
     advance: Callable[[], None],
 ) -> dict[str, Any]:
-    """The data of the page on two runs, whose ``names`` differ; ``renamed`` maps the name of a layer in the first run to that in the
-    second, and ``advance`` is called after each of :data:`PARTS`.
-    """
+    """The data of the page on two runs, whose ``names`` differ; ``renamed`` gives the name of a layer in the second run."""
     pair = RunPair(PanelSet(runs[0], names[0]), PanelSet(runs[1], names[1]), renamed)
     diagnoses = [diagnose_history(History.of_run(run)) for run in runs]
     advance()
@@ -349,11 +332,9 @@ def comparison_content(
             name: view({"apart": each.difference, "first": each.first, "second": each.second}) for name, each in pairs.items()
         },
         "figures": figures(
-            {
-                "norm": lambda: pair_norm(pair, marks),
-                "update": lambda: pair_update(pair, marks),
-                "layers": lambda: pair_layers(pair, _differing_layers(difference, pairs.get("gradient")), marks),
-            }
+            norm=lambda: charts.pair_norm(pair, marks),
+            update=lambda: charts.pair_update(pair, marks),
+            layers=lambda: charts.pair_layers(pair, _differing_layers(difference, pairs.get("gradient")), marks),
         ),
         "layers": _paired_layers(pairs.get("gradient"), names),
     }
@@ -420,10 +401,7 @@ NAME = "report.html"
 
 
 def write(
-    path: str | os.PathLike[str],
-    to: str | os.PathLike[str] | None = None,
-    title: str | None = None,
-    progress: bool | None = None,
+    path: str | os.PathLike[str], to: str | os.PathLike[str] | None = None, title: str | None = None, progress: bool | None = None
 ) -> Path:
     """Write the report of the run in the directory ``path``, by default into ``report.html`` there, and return its file. Raises as
     :func:`load_run`, ValueError also if the run has no step yet or ``to`` is a directory, and OSError if the file cannot be written.

@@ -422,10 +422,7 @@ class Recipe:
                 advance()
 
     def _run(self, batches: Sequence[Any], width: int, seed: int) -> SweepRun:
-        """Train a new model and measure it after every step, on the first batch.
-
-        A loss that is not finite does not end the run; the measurements are then not finite either.
-        """
+        """Train and measure a new model; a loss that is not finite does not end that, and the terms are not finite either then."""
         model, optimizer = self.build(width, seed)
         probe, measured = TermProbe(model, self.dtype), placed(batches[0], model, self.dtype)
         found = SweepRun(width, seed, [], [])

@@ -70,9 +70,7 @@ def _finding(history: History, where: str, largest: float, zeros: float, matrice
 
 
 def _lost_updates(history: History) -> dict[str, float]:
-    """The usual share of zeros in the update of matrices that are kept in half precision, and whose gradients have few; empty if these are
-    a small part of all.
-    """
+    """The share of zeros in updates of matrices in half precision with few in gradients; empty if these are few of all."""
     updates, gradients = history.matrix(n.UPDATE, "sparsity"), history.gradients("sparsity")
     lost, reached = updates.part(0.25, 1).medians(), gradients.medians()
     known = [name for name in _halves(history) if reached.get(name, 1.0) < _REACHED]
@@ -91,9 +89,7 @@ def rounded_away(history: History) -> set[str]:
 
 
 def rounding_unknown(history: History) -> str:
-    """Why it is unknown whether rounding takes the updates of weights that are kept in half precision; empty if it is known, or if
-    these are a small part of all.
-    """
+    """Why it is unknown whether rounding takes the updates of weights in half precision; empty if known, or if these are few."""
     halves = _halves(history) if history.parameters else []  # extremes alone say little
     if len(halves) < max(_TENSORS * len(history.matrices), 1):
         return ""
@@ -270,9 +266,7 @@ def _no_update(history: History) -> list[Finding]:
 
 
 def _equal(history: History) -> list[Finding]:
-    """Matrices whose elements are all the same at the first step. Zeros alone are usual in the last layer of a branch, which gets a
-    gradient.
-    """
+    """Matrices of one value at the first step. Zeros alone are usual in the last layer of a branch, which gets a gradient."""
     measured = [record for record in history.records if n.PARAMETER in record.tables]
     at = history.beginning([record.step for record in measured])
     if at is None:

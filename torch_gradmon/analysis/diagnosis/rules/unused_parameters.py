@@ -45,9 +45,7 @@ class _Growth(NamedTuple):
 
 
 def check_bounds(history: History) -> list[Finding]:
-    """All weights of a network sit on the bound of a clamp, or nearly all: vectors of different lengths have one root mean square now and
-    keep it, and had others at the beginning; and all matrices beside them have hardly less, and never more.
-    """
+    """Weights on the bound of a clamp: vectors of different lengths have come to one root mean square, no matrix has more."""
     rms, sizes = history.matrix(n.PARAMETER, "rms"), history.sizes(n.PARAMETER)
     if len(rms.steps) < 2 * _FEWEST_AT_END:
         return []
@@ -292,9 +290,7 @@ def check_frozen(history: History) -> list[Finding]:
 
 
 def _has_adapters(history: History, frozen: list[str]) -> bool:
-    """Whether a frozen matrix ``[out, in]`` has two that train ``[rank, in]`` and ``[out, rank]`` beside it, in its module or the one
-    around it.
-    """
+    """Whether a frozen matrix ``[out, in]`` has two that train, ``[rank, in]`` and ``[out, rank]``, in or around its module."""
     shapes = {name: tuple(about["shape"]) for name, about in history.parameters.items() if len(about["shape"]) == 2}
     trained: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
@@ -445,9 +441,7 @@ def _all_zero(history: History, norms: Matrix) -> list[Finding]:
 
 
 def _is_routed(missed: str, norms: Matrix) -> bool:
-    """Whether it is an expert of a mixture: by its name, or because its counterparts in other blocks have gradients in some steps
-    only.
-    """
+    """Whether it is an expert: by its name, or because its counterparts in other blocks have gradients in some steps only."""
     reached = (norms.values.nan_to_num(0.0) > 0).double().mean(0).tolist()
     some = {name for name, share in zip(norms.names, reached, strict=True) if 0 < share < 1}
     return "expert" in missed or _NUMBER.sub("*", missed) in {_NUMBER.sub("*", name) for name in some}
