@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError
 from torch_gradmon.analysis.spike_report import explain
+from torch_gradmon.plugins.clipping import AdaGC, ZClip
 from torch_gradmon.spikes import Threshold
 from torch_gradmon.step.buffer import DeviceToHostCopy
 
@@ -165,7 +166,7 @@ def test_gradients_are_there_again_after_the_step() -> None:
     assert seen == [[True] * 4] * 3
 
 
-@pytest.mark.parametrize("make", [gradmon.plugins.clipping.ZClip, gradmon.plugins.clipping.AdaGC])
+@pytest.mark.parametrize("make", [ZClip, AdaGC])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_an_adaptive_clip_forgets_the_batch(make: Any, by_name: bool) -> None:
     states = []
