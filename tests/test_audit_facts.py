@@ -41,7 +41,8 @@ class Noted:
         self.step = 0
         self.notes: list[list[dict[str, Any]]] = []
         self.complaints = WarningLog()
-        self.tallies = Tallies(self, "audit")
+        self.part, self.context = "audit", self
+        self.tallies = Tallies(self)  # type: ignore[arg-type]
 
     def warn(self, key: str, message: str, error: Exception | None = None) -> None:
         self.complaints.add(key, message, error)

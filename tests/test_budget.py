@@ -48,8 +48,8 @@ class _Context:
 
 
 def _budget(share: float = 0.01) -> OverheadBudget:
-    budget = OverheadBudget(share)
-    budget.attach(_Context())  # type: ignore[arg-type]
+    budget = OverheadBudget(share, lambda: 0.0)
+    budget.context = _Context()  # type: ignore[assignment]
     return budget
 
 

@@ -353,53 +353,43 @@ def test_a_plugin_of_the_user_sees_the_steps_that_it_asks_for(counted: list[int]
         name = "sees"
 
         def __init__(self) -> None:
-            self.forwards, self.missed = 0, 0
+            self.steps: list[int] = []
 
-        def on_forward(self) -> None:
-            self.forwards += 1
+        def on_optimizer_step(self, optimizer: torch.optim.Optimizer, has_closure: bool) -> None:
+            self.steps.append(self.context.coming_step)
 
     class Misses(Sees):
         name = "misses"
-
-        def may_miss(self) -> int:
-            return 3
-
-        def on_missed(self, steps: int) -> None:
-            self.missed += steps
+        may_miss = 3
 
     sees, misses = Sees(), Misses()
     Loop(every=10, plugins=[sees]).go(60)
-    assert (sees.forwards, counted) == (60, [])
+    assert (sees.steps, counted) == ([*range(60)], [])
     Loop(every=10, plugins=[misses]).go(60)
-    assert misses.forwards + misses.missed == 60
-    assert misses.missed > 10
+    assert sorted([*misses.steps, *counted]) == [*range(60)]
+    assert len(counted) > 10
 
 
 def test_plugins_know_what_they_have_missed_when_the_state_is_saved_and_at_the_end(counted: list[int]) -> None:
     class Misses(Plugin):
         name = "misses"
+        may_miss = 1000
 
-        def __init__(self) -> None:
-            self.steps = 0
+        def after_attempt(self, step: Any, applied: bool) -> None:
+            pass
 
-        def on_optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-            self.steps += 1
+        def state_dict(self) -> int | None:
+            return self.context.last_step
 
-        def may_miss(self) -> int:
-            return 1000
-
-        def on_missed(self, steps: int) -> None:
-            self.steps += steps
-
-        def state_dict(self) -> int:
-            return self.steps
+        def on_detach(self) -> None:
+            self.last = self.context.last_step
 
     misses = Misses()
     loop = Loop(every=30, plugins=[misses]).go(12)
     assert counted[-1] == 11
-    assert loop.monitor.state_dict()["plugins"] == {"misses": 12}
+    assert loop.monitor.state_dict()["plugins"] == {"misses": 11}
     loop.go(8).monitor.detach()
-    assert misses.steps == 20
+    assert misses.last == 19
 
 
 def test_a_plugin_that_requires_gradients_in_some_idle_steps_gets_them() -> None:
@@ -410,11 +400,12 @@ def test_a_plugin_that_requires_gradients_in_some_idle_steps_gets_them() -> None
             self.seen: list[int] = []
 
         @property
-        def requires_gradients(self) -> bool:
+        def requires_gradients(self) -> bool:  # type: ignore[override]
             return (self.context.last_step or 0) % 7 == 0
 
-        def on_unmonitored_step(self, recorded: Any) -> None:
-            self.seen.append(recorded.step.number)
+        def on_step_closing(self, step: Any) -> None:
+            if not step.is_monitored and step.buffer is not None:
+                self.seen.append(step.number)
 
     some = Some()
     Loop(every=30, plugins=[some]).go(30)
@@ -456,10 +447,11 @@ def test_a_plugin_whose_answer_fails_warns_and_sees_all_steps(counted: list[int]
     class Fails(Plugin):
         name = "fails"
 
-        def on_forward(self) -> None:
+        def after_attempt(self, step: Any, applied: bool) -> None:
             pass
 
-        def may_miss(self) -> int:
+        @property
+        def may_miss(self) -> int:  # type: ignore[override]
             raise KeyError("x")
 
     with pytest.warns(gradmon.GradmonWarning, match="may_miss"):
@@ -582,7 +574,7 @@ def test_a_plugin_may_begin_to_watch_from_another_thread() -> None:
 def test_a_class_may_have_its_own_beginning(watches: bool, counted: list[int]) -> None:
     @dataclass(eq=False)
     class Field(_Watcher):
-        watches_idle_steps: bool = watches  # type: ignore[assignment]
+        watches_idle_steps: bool = watches
 
         def __post_init__(self) -> None:
             super().__init__()

@@ -62,9 +62,6 @@ class Diary(Plugin):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def on_forward(self) -> None:
-        self.lines.append("forward")
-
     def on_step_open(self, step: ActiveStep) -> None:
         self.lines.append(f"open {step.number}")
 
@@ -87,8 +84,8 @@ class Diary(Plugin):
         self.lines.append("closed")
 
 
-_MONITORED = ["forward", "open 0", "optimizer", "attempt True", "closing", "record 0 step 0", "closed"]
-_IDLE = ["forward", "optimizer", "attempt True"]
+_MONITORED = ["open 0", "optimizer", "attempt True", "closing", "record 0 step 0", "closed"]
+_IDLE = ["optimizer", "attempt True"]
 
 
 def test_the_order_of_the_calls_in_a_monitored_and_in_an_idle_step() -> None:
@@ -101,18 +98,18 @@ def test_a_plugin_may_watch_idle_steps() -> None:
     diary = Diary()
     diary.watches_idle_steps = True
     Loop(diary, every=2).go(2)
-    assert diary.lines == [*_MONITORED, "forward", "open 1", "optimizer", "attempt True", "closing", "closed"]
+    assert diary.lines == [*_MONITORED, "open 1", "optimizer", "attempt True", "closing", "closed"]
 
 
 def test_a_plugin_may_begin_to_watch_while_an_idle_step_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Alerted(Diary):
-        def on_alert(self, step: int) -> None:
-            self.watches_idle_steps = True
-
-    diary = Alerted()
+    diary = Diary()
     loop = Loop(diary, every=2)
-    # as after a series of refused steps
-    monkeypatch.setattr(loop.monitor._runtime.pipeline.detection, "count_unmonitored", lambda is_refused: True)
+
+    def closing(is_refused: bool) -> bool:
+        diary.watches_idle_steps = True
+        return False
+
+    monkeypatch.setattr(loop.monitor._runtime.pipeline.detection, "count_unmonitored", closing)
     loop.go(2)
     assert diary.lines == [*_MONITORED, *_IDLE, "closed"]
 
@@ -125,7 +122,7 @@ def test_only_what_a_plugin_overrides_is_called(monkeypatch: pytest.MonkeyPatch)
         name = "nothing"
 
     for name, value in list(vars(Plugin).items()):
-        if callable(value) and not name.startswith("_") and name not in ("attach", "foretells", "report_watching"):
+        if callable(value) and not name.startswith("_"):
             monkeypatch.setattr(Plugin, name, forbidden)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -178,7 +175,7 @@ def test_a_plugin_may_stop_for_good_when_it_fails() -> None:
             calls.append(record.step)
             raise ZeroDivisionError
 
-        def close(self) -> None:
+        def on_detach(self) -> None:
             self.closed = True
 
     plugin = Once()
@@ -195,7 +192,7 @@ def test_a_plugin_says_which_steps_are_monitored() -> None:
     class Odd(Plugin):
         name = "odd"
 
-        def wants(self, step: int, asked: bool) -> bool:
+        def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
             return asked or step % 2 == 1
 
     monitor = Loop(Odd(), every=4).go(6).monitor
@@ -208,7 +205,7 @@ class SkipLarge(Plugin):
     """Skips steps whose gradients are large, in every step whatever the cadence."""
 
     name = "skip_large"
-    requires_gradients = True  # type: ignore[assignment]
+    requires_gradients = True
 
     def before_optimizer_step(self, step: ActiveStep, optimizer: OptimizerContext) -> None:
         assert step.buffer is not None
@@ -248,13 +245,13 @@ def test_unmonitored_steps_with_gradients_come_to_the_plugin_that_needs_them() -
 
     class Needs(Plugin):
         name = "needs"
-        requires_gradients = True  # type: ignore[assignment]
+        requires_gradients = True
 
-        def on_unmonitored_step(self, recorded: Any) -> None:
-            seen.append((recorded.step.number, recorded.step.mode, recorded.buffer is not None))
+        def on_step_closing(self, step: ActiveStep) -> None:
+            seen.append((step.number, step.mode, step.buffer is not None and bool(step.buffer.names_of("gradient"))))
 
     Loop(Needs(), every=3).go(4)
-    assert seen == [(1, Mode.RECORDED, True), (2, Mode.RECORDED, True)]
+    assert [each for each in seen if each[1] is not Mode.MONITORED] == [(1, Mode.RECORDED, True), (2, Mode.RECORDED, True)]
 
 
 class Counts(Plugin):

@@ -217,7 +217,7 @@ class Foresight(Plugin):
         self._headroom: deque[tuple[int, float]] = deque(maxlen=8)
         self._logits: deque[tuple[int, float]] = deque(maxlen=8)
 
-    def wants(self, step: int, asked: bool) -> bool:
+    def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
         """The steps that it measures in are monitored."""
         return asked or step % self._every == 0
 

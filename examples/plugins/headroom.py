@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_gradmon.plugins import ActiveStep, Key, Plugin
@@ -105,7 +105,8 @@ class Headroom(Plugin):
         self._loss, self._every, self._evaluations = loss, every, evaluations
         self.last: CriticalStep | None = None
         self._before: dict[Tensor, Tensor] = {}
-        self._is_asked = self._was_asked = self._is_due = False
+        self._is_asked = self._is_due = False
+        self._asked_step: int | None = None  # the step that was asked for, until its optimizers have stepped
         self._ratio: float | None = None
 
     def ask(self) -> None:
@@ -116,35 +117,23 @@ class Headroom(Plugin):
         if hasattr(self, "context"):
             self.context.ask_cadence_again()
 
-    def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
-        """Whether ``step`` is monitored, ``ahead`` steps from now."""
-        return asked or (self._is_asked and ahead == 0) or self._is_regular(step)
-
-    def wants(self, step: int, asked: bool) -> bool:
+    def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
         """The steps that it measures in are monitored."""
-        return asked or self._is_asked or self._is_regular(step)
+        return asked or (self._is_asked and ahead == 0) or step == self._asked_step or self._is_regular(step)
 
     def _is_regular(self, step: int) -> bool:
         return self._every is not None and step % self._every == 0
 
-    def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Begin anew."""
-        self.on_drop()
-
     def on_detach(self) -> None:
         """Hold nothing of the model."""
-        self.on_drop()
-
-    def on_drop(self) -> None:
-        """Nothing was stepped."""
         self._before, self._is_due = {}, False
-        self._is_asked, self._was_asked = self._is_asked or self._was_asked, False
 
     def on_step_open(self, step: ActiveStep) -> None:
-        """Decide whether this step is measured."""
+        """Decide whether this step is measured; it may be that of a step that was asked for, and is forgotten."""
         self._before, self._ratio = {}, None
-        self._is_due = self._is_asked or self._is_regular(step.number)
-        self._is_asked, self._was_asked = False, self._is_asked
+        if self._is_asked:
+            self._is_asked, self._asked_step = False, step.number
+        self._is_due = step.number == self._asked_step or self._is_regular(step.number)
 
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Copy what the step will change."""
@@ -154,7 +143,7 @@ class Headroom(Plugin):
 
     def after_attempt(self, step: ActiveStep, applied: bool) -> None:
         """Search along the step that was taken."""
-        before, self._before, self._is_due, self._was_asked = self._before, {}, False, False
+        before, self._before, self._is_due, self._asked_step = self._before, {}, False, None
         if before and applied:
             guess = self.last.size if self.last is not None else 1.0
             with self._restoring(before) as loss_after:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.fence import Fence, is_disabled
-from ..core.records import KeyFormatter, Metric, SpikeEvent, StepRecord
+from ..core.records import KeyFormatter, Metric, SpikeEvent
 from ..plugins.data_check.plugin import DataCheck
 from ..plugins.live_detail import LiveDetail, PostSpikeDetail
 from ..plugins.loop_audit.plugin import LoopAudit
@@ -48,6 +48,8 @@ class MonitorContext:
 
     def __init__(self, lifecycle: StepLifecycle, plugin: Plugin) -> None:
         self._lifecycle, self._plugin = lifecycle, plugin
+        self.warn, self.annotate_run = lifecycle.fence.complaints.add, lifecycle.pipeline.directory.annotate
+        self.flush_pending = lifecycle.flush_pending
 
     @property
     def module(self) -> nn.Module | None:
@@ -69,20 +71,16 @@ class MonitorContext:
         return None if loop is None else loop.scaler
 
     @property
-    def is_attached(self) -> bool:
-        return self._lifecycle.planning.loop is not None
-
-    @property
     def step(self) -> int | None:
         return self._lifecycle.state.clock.step
 
     @property
-    def plan_version(self) -> int:
-        return self._lifecycle.planning.planner.version
-
-    @property
     def is_step_open(self) -> bool:
         return self._lifecycle.state.is_open
+
+    @property
+    def is_paused(self) -> bool:
+        return self._lifecycle.state.is_paused
 
     @property
     def coming_step(self) -> int:
@@ -97,18 +95,8 @@ class MonitorContext:
     def ranks_synchronised(self) -> bool:
         return self._lifecycle.pipeline.ranks_synchronised
 
-    @property
-    def seconds_spent(self) -> float:
-        return self._lifecycle.fence.spent()
-
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
         return self._lifecycle.fence.run(self._lifecycle.plugins.call_one, self._plugin, method, *args)
-
-    def warn(self, key: str, message: str, error: Exception | None = None) -> None:
-        self._lifecycle.fence.complaints.add(key, message, error)
-
-    def annotate_run(self, **facts: Any) -> None:
-        self._lifecycle.pipeline.directory.annotate(**facts)
 
     def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
         return self._lifecycle.planning.planner.registry.make(source, name, every=every, shown=False)
@@ -123,19 +111,6 @@ class MonitorContext:
     def ask_cadence_again(self, script_too: bool = False) -> None:
         self._lifecycle.planning.wake()
         self._lifecycle.planning.cadence.ask_again(script_too)
-
-    def flush_pending(self) -> None:
-        self._lifecycle.flush_pending()
-
-    def detail_changed(self, is_back: bool) -> None:
-        if (budget := self._lifecycle.plugins.built_in.budget) is not None:
-            self._lifecycle.plugins.call_one(budget, budget.on_detail_changed, is_back)
-
-    def backfill(self, records: Sequence[StepRecord]) -> None:
-        self._lifecycle.pipeline.backfill(records)
-
-    def learn(self, record: StepRecord, whole: Mapping[str, float]) -> None:
-        self._lifecycle.pipeline.learn(record, whole)
 
 
 def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
@@ -171,7 +146,9 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     planning = StepPlanning(state, planner, captures, exchange, factory, cadence, fence)
     runtime = Runtime(StepLifecycle(planning, pipeline, values))
     for plugin in plugins:
-        plugin.attach(MonitorContext(runtime.lifecycle, plugin))
+        plugin.context = MonitorContext(runtime.lifecycle, plugin)
+    if directory.path is not None:
+        built_in.detail.listen(directory.path)
     if options.checked.replicas_every:
         runtime.join_ranks = partial(
             _check_replicas, weakref.ref(runtime), options.checked.replicas_every, options.ranks, planner, history
@@ -188,7 +165,7 @@ def _check_free(plugins: Sequence[Plugin], model: nn.Module | None) -> None:
     for plugin in plugins:
         context: Any = getattr(plugin, "context", None)
         other = None if context is None else context.module
-        if other is not None and other is not model and context.is_attached:  # a second watch() of a model replaces the first
+        if other is not None and other is not model and context.optimizers:  # a second watch() of a model replaces the first
             raise ValueError(
                 f"plugins has {display(plugin)}, which the monitor of another {type(other).__name__} uses; "
                 "give each monitor a plugin of its own, or detach() that monitor first"
@@ -207,17 +184,17 @@ def _plugins(
 ) -> BuiltInPlugins:
     summary, complaints = factory.summary, fence.complaints
     post_spike = PostSpikeDetail(planner, options.spike_capture.after)
-    detail = LiveDetail(planner, summary, post_spike, exchange, directory.path, directory.reopen)
     budget = recorder = acting = data = None
     if options.max_overhead is not None:
         from ..plugins.overhead_budget import OverheadBudget
 
-        budget = OverheadBudget(options.max_overhead)
+        budget = OverheadBudget(options.max_overhead, fence.spent)
+    detail = LiveDetail(planner, summary, post_spike, budget, exchange, directory.reopen)
     policy = policy_of(options.on_spike)
     if policy is not None and not fence.inert:
         from ..plugins.spike_policy.plugin import SpikePolicy
 
-        acting = SpikePolicy(policy, detectors, exchange.ranks, complaints, exchange.parts_of_tensors)
+        acting = SpikePolicy(policy, planner, detectors, exchange.ranks, complaints, exchange.parts_of_tensors)
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite_count")
     # plugins of the script may ask for gradients in each step
@@ -248,7 +225,7 @@ def _check_replicas(
     look = list if recorder is None else recorder.look
     plugin = ReplicaCheck(every, of.sync_every, distinct, ranks, planner, records, look)
     alive.lifecycle.plugins.use(alive.built_in._replace(replicas=plugin))
-    plugin.attach(MonitorContext(alive.lifecycle, plugin))
+    plugin.context = MonitorContext(alive.lifecycle, plugin)
 
 
 def _planner(options: MonitorOptions, model: nn.Module | None) -> Planner:

@@ -71,7 +71,7 @@ class IdleStretch:
         self._followed = self._most = 0
         self._due = self._spent = 0.0
         self.depth: dict[int, int] = {}
-        self._captures, self._watching = capture_check(), self._plugins.watching
+        self._captures, self._watchers = capture_check(), self._plugins.at_boundaries
 
     def begin(self, steps: int) -> None:
         self.left, self._thread, self._due = steps, get_ident(), perf_counter() + LONGEST
@@ -92,7 +92,7 @@ class IdleStretch:
         self._spent = 0.0
 
     def wake(self) -> None:
-        """The same, and plugins know at once what they have missed."""
+        """The same, and the audit knows at once what it has missed."""
         if self.left or self._missed or self._forwards:
             self.stop()
             self.catch_up()
@@ -101,10 +101,10 @@ class IdleStretch:
         if self._missed or self._forwards:
             missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
             if missed:
-                self._plugins.call("on_missed", missed)
+                self._plugins.tell_audit("on_missed", missed)
             self._followed += forwards
             for _ in range(forwards):
-                self._plugins.call("on_forward")
+                self._plugins.tell_audit("on_forward")
 
     def forward_followed(self) -> None:
         self.catch_up()
@@ -125,7 +125,9 @@ class IdleStretch:
         is_usual = self._forwards < self._most  # else another optimizer may step now
         is_odd = not is_usual or not module.training or get_ident() != self._thread
         is_odd = is_odd or (self._captures is not None and self._captures())
-        if is_odd or self._watching or state.progress.begun:
+        for plugin in self._watchers:
+            is_odd = is_odd or plugin.watches_idle_steps
+        if is_odd or state.progress.begun:
             self.stop()
             return False
         if not state.is_open:
@@ -139,7 +141,9 @@ class IdleStretch:
         is_odd = not state.is_open or len(args) > 1 or bool(kwargs or state.progress.begun)
         is_odd = is_odd or getattr(optimizer, "found_inf", None) is not None
         is_odd = is_odd or (self._captures is not None and self._captures())
-        if is_odd or self._watching or _running_task() != -1:
+        for plugin in self._watchers:
+            is_odd = is_odd or plugin.watches_idle_steps
+        if is_odd or _running_task() != -1:
             self.stop()
             return False
         state.progress.begun.add(key)

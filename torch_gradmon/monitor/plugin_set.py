@@ -19,12 +19,10 @@ if TYPE_CHECKING:  # imported where an option asks for them
     from ..plugins.replica_check.plugin import ReplicaCheck
     from ..plugins.spike_policy.plugin import SpikePolicy
 
-#: Called for stopped plugins too, so that they release what they hold.
-_ALWAYS = {"on_detach", "close"}
 #: Called in idle steps too, of plugins that watch these.
-_BOUNDARIES = ("on_sealed", "on_step_open", "on_step_closing", "on_unmonitored_step", "on_step_closed")
-#: Called in idle steps whatever a plugin watches.
-_IN_ALL_STEPS = ("wants", "on_forward", "on_optimizer_step", "on_optimizer_stepped", "after_attempt")
+_BOUNDARIES = ("on_step_open", "on_step_closing", "on_step_closed")
+#: Called in idle steps, or asked, whatever a plugin watches.
+_IN_ALL_STEPS = ("wants", "on_optimizer_step", "after_attempt", "requires_gradients")
 _HOOKS = [name for name in vars(Plugin) if not name.startswith("_") and callable(getattr(Plugin, name))]
 
 
@@ -58,17 +56,18 @@ class PluginSet:
     def use(self, built_in: BuiltInPlugins) -> None:
         self.built_in = built_in
         self._plugins = (*(plugin for plugin in built_in if plugin is not None), *self.own)
-        self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
-        at_boundaries = {id(plugin): plugin for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}.values()
-        self.watching: set[int] = set()  # ids of those that watch idle steps
-        # a class with a property of its own is asked
-        self._asked = [p for p in at_boundaries if type(p).watches_idle_steps is not Plugin.watches_idle_steps]
-        for plugin in at_boundaries:
-            if plugin not in self._asked:
-                plugin.report_watching(self.watching)
-        in_all_steps = {id(plugin) for hook in _IN_ALL_STEPS for plugin, _ in self._calls[hook]}
-        self._requiring = [p for p in self._plugins if type(p).requires_gradients is not Plugin.requires_gradients]
-        self._in_all_steps = [p for p in self._plugins if id(p) in in_all_steps or p in self._requiring]
+        self._calls = {
+            hook: [(p, getattr(p, hook)) for p in self._plugins if getattr(type(p), hook) is not getattr(Plugin, hook)]
+            for hook in _HOOKS
+        }
+        self.at_boundaries = self._with(_BOUNDARIES)
+        self._in_all_steps = self._with(_IN_ALL_STEPS)
+        # a property may say something else in each step
+        self._may_rest = all(isinstance(type(plugin).watches_idle_steps, bool) for plugin in self.at_boundaries)
+
+    def _with(self, names: Sequence[str]) -> list[Plugin]:
+        """Those that override any of these."""
+        return [p for p in self._plugins if any(getattr(type(p), name) is not getattr(Plugin, name) for name in names)]
 
     def needed_clips(self) -> AdaptiveClips:
         from ..plugins.clipping import AdaptiveClips
@@ -76,9 +75,6 @@ class PluginSet:
         if self.clips is None:
             self.clips = AdaptiveClips(may_skip=self.built_in.policy is not None)
         return self.clips
-
-    def _overridden(self, hook: str) -> list[tuple[Plugin, Callable[..., Any]]]:
-        return [(p, getattr(p, hook)) for p in self._plugins if getattr(type(p), hook) is not getattr(Plugin, hook)]
 
     def __iter__(self) -> Iterator[Plugin]:
         return iter(self._plugins)
@@ -89,20 +85,22 @@ class PluginSet:
     @property
     def watch_idle_steps(self) -> bool:
         """Whether any plugin watches idle steps at this moment. Cheaper than a call that finds none."""
-        if self.watching:
-            return True
-        for plugin in self._asked:  # noqa: SIM110 (asked in every idle step: no generator)
+        for plugin in self.at_boundaries:  # noqa: SIM110 (asked in every idle step: no generator)
             if plugin.watches_idle_steps:
                 return True
         return False
 
     def may_miss(self, steps: int) -> int:
-        """How many of the next ``steps`` steps, all idle, no plugin has to see."""
-        if self._asked:  # in steps that are only counted none is asked
+        """How many of the next ``steps`` steps, all idle, no plugin has to see. In these none is asked for anything."""
+        if not self._may_rest or self.requires_gradients:
             return 0
         for plugin in self._in_all_steps:
             if steps > 0 and plugin not in self._stopped:
-                steps = min(steps, int(self.call_one(plugin, plugin.may_miss) or 0))
+                try:
+                    steps = min(steps, int(plugin.may_miss))
+                except Exception as error:
+                    self._failed(plugin, "may_miss", error)
+                    return 0
         return steps
 
     def call(self, hook: str, *args: Any, is_idle: bool = False) -> None:
@@ -111,7 +109,8 @@ class PluginSet:
         """
         raised: Exception | None = None
         for plugin, method in self._calls[hook]:
-            if (is_idle and not plugin.watches_idle_steps) or (self._stopped and plugin in self._stopped and hook not in _ALWAYS):
+            # what has stopped still lets go of what it holds
+            if (is_idle and not plugin.watches_idle_steps) or (self._stopped and plugin in self._stopped and hook != "on_detach"):
                 continue
             try:
                 method(*args)
@@ -144,21 +143,24 @@ class PluginSet:
     def restart(self) -> None:
         self._stopped.clear()
 
-    def wants(self, step: int, asked: bool) -> bool:
-        for _, method in self._calls["wants"]:
-            asked = method(step, asked)
-        return asked
+    def tell_audit(self, event: str, *args: object) -> None:
+        """Of what no other plugin has to know."""
+        self.call_one(self.built_in.audit, getattr(self.built_in.audit, event), *args)
 
-    def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
-        """What :meth:`wants` would return for another step; see :meth:`Plugin.foretells`."""
-        for plugin in self._plugins:
-            if type(plugin).wants is not Plugin.wants:
-                asked = plugin.foretells(step, asked, ahead)
+    def alert(self, step: int) -> None:
+        """A spike of ``step``, or a series of overflowed steps that ends with it, is worth a look at more."""
+        for plugin in (self.built_in.post_spike, self.built_in.replicas):
+            if plugin is not None:
+                self.call_one(plugin, plugin.on_alert, step)
+
+    def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
+        for _, method in self._calls["wants"]:
+            asked = method(step, asked, ahead)
         return asked
 
     @property
     def requires_gradients(self) -> bool:
-        for plugin in self._requiring:  # noqa: SIM110 (asked in every idle step: no generator)
+        for plugin in self._plugins:  # noqa: SIM110 (asked in every idle step: no generator)
             if plugin.requires_gradients:
                 return True
         return False

@@ -876,7 +876,7 @@ class RecordPipeline:
                 "done about it; what is logged has to be logged before optimizer.step()",
             )
         if (self._detectors.needs_detail() or messages) and record is not None:
-            self._plugins.call("on_alert", record.step)
+            self._plugins.alert(record.step)
         self._detectors.warn_of_failures(self._complaints)
         if messages:
             self._warn(messages)

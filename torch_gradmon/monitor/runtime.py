@@ -413,6 +413,7 @@ class FollowedLoop:
     ) -> None:
         self.owner, self.lifecycle, self._overflows = owner, lifecycle, overflows
         self.state, self.fence, self._plugins = lifecycle.state, lifecycle.fence, lifecycle.plugins
+        self._audit = self._plugins.built_in.audit
         self.is_orphaned, self._is_due = False, True
         self.ownership = Ownership(optimizers)
         self.stretch = IdleStretch(lifecycle)
@@ -525,9 +526,7 @@ class FollowedLoop:
     # --- events --------------------------------------------------------------------------------------------------------------
 
     def tell_audit(self, event: str, *args: object) -> None:
-        """Of what no other plugin has to know."""
-        audit = self._plugins.built_in.audit
-        self._plugins.call_one(audit, getattr(audit, event), *args)
+        self._plugins.tell_audit(event, *args)
 
     def moves_buffers(self, module: nn.Module) -> None:
         policy = self._plugins.built_in.policy
@@ -540,7 +539,7 @@ class FollowedLoop:
             self.fence.left_graph()
         self.stretch.forward_followed()
         if counts:
-            self._plugins.call("on_forward")
+            self._plugins.call_one(self._audit, self._audit.on_forward)
         self.machine.forward_began(in_eval, in_closure)
         if self.ownership.is_orphaned:
             self._optimizers_lost()
@@ -564,7 +563,7 @@ class FollowedLoop:
 
     def backward_ended(self, is_nested: bool) -> None:
         """A backward pass is over, and its gradients are accumulated and reduced."""
-        self._plugins.call("on_backward_ended")
+        self._plugins.call_one(self._audit, self._audit.on_backward_ended)
         if self.ownership.is_orphaned and not self.state.is_paused:
             self._optimizers_lost()
         self.machine.backward_ended(is_nested, self.scaler_hooks.in_step)
@@ -617,7 +616,9 @@ class FollowedLoop:
     def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
         """The optimizer has stepped, unless ``found_inf`` (of a fused optimizer under a GradScaler) is not zero."""
         self.stretch.step_followed()
-        self._plugins.call("on_optimizer_stepped", optimizer)
+        self._plugins.call_one(self._audit, self._audit.on_optimizer_stepped, optimizer)
+        if (replicas := self._plugins.built_in.replicas) is not None:
+            self._plugins.call_one(replicas, replicas.on_optimizer_stepped, optimizer)
         if found_inf is not None and not within:
             self._overflows.note(found_inf)
         self.machine.step_ended(id(optimizer), within, self.scaler_hooks.in_step)
@@ -1015,10 +1016,13 @@ class Runtime:
         if self.loop is not None:
             self.named_scaler = self.loop.scaler
             self.loop.remove_hooks()
+        try:
             lifecycle.plugins.call("on_detach")
-            self.loop = planning.loop = None
-            self.state.is_driven = False
-            self._scale_by_hand()
+        finally:
+            if self.loop is not None:
+                self.loop = planning.loop = None
+                self.state.is_driven = False
+                self._scale_by_hand()
 
     def _scale_by_hand(self) -> None:
         """Without a followed loop, what is known of gradients inside of the model is the scaler that was named."""
@@ -1032,13 +1036,10 @@ class Runtime:
 
     def leave(self) -> None:
         """End the step in flight, or drop it if it is unfinished, and take what is recorded."""
-        try:
-            self.lifecycle.planning.wake()
-            with self.lifecycle.planning.exchange.without_others():
-                self._end_last()
-                self.backfill()
-        finally:
-            self.lifecycle.plugins.call("on_leave", self.state.clock.ended)
+        self.lifecycle.planning.wake()
+        with self.lifecycle.planning.exchange.without_others():
+            self._end_last()
+            self.backfill()
 
     def detach(self) -> None:
         with outside_dispatch_modes():
@@ -1050,8 +1051,7 @@ class Runtime:
                 self.close()
 
     def close(self) -> None:
-        """Let go of the model and close everything that is open; what comes later opens it again."""
-        self.lifecycle.plugins.call("close")
+        """Close everything that is open; what comes later opens it again."""
         self.pipeline.close(self.captures.modules.ending())
 
 
@@ -1062,4 +1062,5 @@ def at_exit(runtime: Callable[[], Runtime | None], *_keep_alive: object) -> None
     try:
         alive.leave()
     finally:  # also where a spike in the last step is raised
+        alive.lifecycle.plugins.call("on_detach")
         alive.close()

@@ -67,7 +67,7 @@ class Cadence:
         """Whether ``step`` would be monitored, by what is known now. ``ahead``: how many steps lie between it and the next one; None for
         a step that is over.
         """
-        return self.plugins.foretells(step, bool(self.asked(step)), ahead)
+        return self.plugins.wants(step, bool(self.asked(step)), ahead)
 
 
 # --- The sources of values: gradients, parameters, and what modules take and return ---
@@ -370,20 +370,21 @@ class StepLifecycle:
         self.captures.modules.pause(is_paused)
         self.state.is_paused = is_paused
         self.planning.wake()
-        self.plugins.call("on_pause", is_paused)
+        self.plugins.tell_audit("on_pause", is_paused)
 
     # --- opening -------------------------------------------------------------------------------------------------------------
 
     def seal(self, step: int) -> None:
         """``step`` is about to open: nothing more can be added to the last one."""
         self._had_root_inputs = self.captures.modules.hooks.on_root_inputs  # what the step needs may be registered with it
-        is_idle = self.active is not None and self.active.mode is IDLE
-        detail = self.plugins.built_in.detail
-        if detail.watches_idle_steps:
-            self.plugins.call_one(detail, detail.before_step, step)
+        built_in = self.plugins.built_in
+        if built_in.detail.watches_idle_steps:
+            self.plugins.call_one(built_in.detail, built_in.detail.before_step, step)
         self.pipeline.seal(self.state.clock.ended, step)
-        if not is_idle or self.plugins.watch_idle_steps:  # a spike in the last record makes a plugin do so
-            self.plugins.call("on_sealed", step, is_idle=is_idle)
+        if built_in.recorder is not None:
+            built_in.recorder.seal()
+        if built_in.post_spike.watches_idle_steps:  # a spike in the last record makes it do so
+            self.plugins.call_one(built_in.post_spike, built_in.post_spike.before_step)
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for its values."""
@@ -470,7 +471,8 @@ class StepLifecycle:
         if self.active is not None:
             self.active.buffer = None
         self.values.buffer = None
-        self.plugins.call("on_drop")
+        if (policy := self.plugins.built_in.policy) is not None:
+            self.plugins.call_one(policy, policy.step_dropped)
         if not was_tentative:
             self.values.late.tags.clear()
         self.captures.end()
@@ -500,7 +502,7 @@ class StepLifecycle:
                 if active.is_monitored:
                     self._close_monitored(active, tags)
                 else:
-                    self._close_unmonitored(active, is_watched, tags)
+                    self._close_unmonitored(active, tags)
         finally:  # ranks change together, whatever failed on one of them
             if is_watched or self.plugins.watch_idle_steps:  # a series of refused steps makes a plugin do so
                 self.plugins.call("on_step_closed", active, is_idle=is_idle)
@@ -520,21 +522,21 @@ class StepLifecycle:
             self.planning.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
         return buffer, inventory, self.values.late.tags.take() if tags is None else tags
 
-    def _close_unmonitored(self, active: ActiveStep, is_watched: bool, tags: dict[str, Any] | None) -> None:
-        """``is_watched``: plugins are called, though nothing was measured."""
+    def _close_unmonitored(self, active: ActiveStep, tags: dict[str, Any] | None) -> None:
         if active.buffer is not None:
-            buffer, inventory, found = self._take(active, tags)
+            recorder, policy = self.plugins.built_in.recorder, self.plugins.built_in.policy
+            recorded = RecordedStep(active, *self._take(active, tags))
             oldest = self.pipeline.waiting[0].step if self.pipeline.waiting else None
-            self.plugins.call("on_unmonitored_step", RecordedStep(active, buffer, inventory, found, oldest))
-        else:
-            if tags is None:
-                self.values.late.tags.clear()
-            if is_watched:
-                self.plugins.call("on_unmonitored_step", RecordedStep(active), is_idle=active.mode is IDLE)
+            if recorder is not None:
+                self.pipeline.backfill(self.plugins.call_one(recorder, recorder.keep, recorded, oldest) or ())
+            if policy is not None and (known := policy.known) is not None and not active.is_overflowed:
+                self.plugins.call_one(policy, self.pipeline.learn, *known)
+        elif tags is None:
+            self.values.late.tags.clear()
         if active.is_overflowed:
             self.pipeline.count_refusal(active.is_interrupted)
         if self.pipeline.detection.count_unmonitored(active.is_overflowed and not active.is_interrupted):
-            self.plugins.call("on_alert", active.number)
+            self.plugins.alert(active.number)
 
     def _close_monitored(self, active: ActiveStep, tags: dict[str, Any] | None) -> None:
         if self._cost.is_due:

@@ -5,7 +5,7 @@ gradients are.
 from ..core.errors import TrainingStopped
 from ..core.keys import Key
 from ..core.records import SpikeEvent, StepRecord, StepView
-from ..step.active_step import ActiveStep, Mode, RecordedStep
+from ..step.active_step import ActiveStep, Mode
 from ..step.model_index import GradientSource, MainGradSource
 from ..step.plugin import OptimizerContext, Plugin, PluginContext
 
@@ -18,7 +18,6 @@ __all__ = [
     "OptimizerContext",
     "Plugin",
     "PluginContext",
-    "RecordedStep",
     "SpikeEvent",
     "StepRecord",
     "StepView",

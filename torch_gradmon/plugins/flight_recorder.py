@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -28,38 +27,29 @@ class FlightRecorder(Plugin):
     def __init__(self, size: int, registry: Registry, summary: Summary) -> None:
         self.size = size
         self._registry, self._summary = registry, summary
-        self._kept: deque[tuple[RecordedStep, StepBuffer, float]] = deque()
+        self._kept: deque[tuple[RecordedStep, float]] = deque()
         self._is_open = False  # late values may come for the last one
         self._due = 0  # how many of the next steps belong to a spike
+        self.requires_gradients = bool(size)
 
-    @property
-    def requires_gradients(self) -> bool:
-        return bool(self.size)
-
-    def may_miss(self) -> int:
-        return 0 if self.size else sys.maxsize
-
-    def on_unmonitored_step(self, recorded: RecordedStep) -> None:
-        """Keep the step, on the device. Backfills the steps after a spike once there are enough of them, which waits for the device."""
-        if recorded.buffer is None:
-            return
+    def keep(self, recorded: RecordedStep, oldest_pending: int | None) -> list[StepRecord]:
+        """Keep the step, on the device. Returns the steps after a spike once there are enough of them, which waits for the device."""
         self._due -= self._due > 0
         after = self._bring() if self._due == 1 else []  # the last one is closed by now
-        self._kept.append((recorded, recorded.buffer, time.time()))
+        self._kept.append((recorded, time.time()))
         self._is_open = True
         # a pending step may still turn out to be a spike: the steps before it are kept
-        pending = recorded.oldest_pending
-        before = sum(pending is None or buffer.step < pending for _, buffer, _ in self._kept)
+        before = sum(oldest_pending is None or each.buffer.step < oldest_pending for each, _ in self._kept)
         for _ in range(before - self.size):
             self._kept.popleft()
-        self.context.backfill(after)
+        return after
 
-    def on_sealed(self, step: int) -> None:
+    def seal(self) -> None:
         self._is_open = False
 
     def late_buffer(self, step: int | None) -> StepBuffer | None:
-        is_last = self._is_open and bool(self._kept) and self._kept[-1][1].step == step
-        return self._kept[-1][1] if is_last else None
+        last = self._kept[-1][0].buffer if self._is_open and self._kept else None
+        return last if last is not None and last.step == step else None
 
     def tag_late(self, step: int | None, tags: Mapping[str, Any]) -> bool:
         is_kept = self.late_buffer(step) is not None
@@ -84,10 +74,8 @@ class FlightRecorder(Plugin):
         self._kept.clear()
         self._due = 0
 
-    def on_leave(self, last: int | None) -> None:
-        """Drop the kept steps: later ones belong to another part of the run."""
-        self._kept.clear()
-        self._due = 0
+    def on_detach(self) -> None:
+        self.on_rewind(0)
 
     def _bring(self) -> list[StepRecord]:
         kept = list(self._kept)
@@ -96,17 +84,16 @@ class FlightRecorder(Plugin):
             self._kept.append(kept[-1])
         return self._records(kept)
 
-    def _records(self, kept: Sequence[tuple[RecordedStep, StepBuffer, float]]) -> list[StepRecord]:
+    def _records(self, kept: Sequence[tuple[RecordedStep, float]]) -> list[StepRecord]:
         # all copies start before the first one is waited for
-        pending = [_pending(recorded, buffer) for recorded, buffer, _ in kept]
+        pending = [_pending(recorded) for recorded, _ in kept]
         records = [each.record(self._summary.of_one_step(), LayerSelection(None), self._registry)[0] for each in pending]
         return [
             replace(record, time=ended, context={**record.context, "monitored": False})
-            for record, (_, _, ended) in zip(records, kept, strict=True)
+            for record, (_, ended) in zip(records, kept, strict=True)
             if record.tables or record.values
         ]
 
 
-def _pending(recorded: RecordedStep, buffer: StepBuffer) -> PendingStep:
-    assert recorded.inventory is not None
-    return PendingStep(buffer.start_readback(), recorded.step, recorded.inventory, lambda _: [], [], recorded.tags, None)
+def _pending(recorded: RecordedStep) -> PendingStep:
+    return PendingStep(recorded.buffer.start_readback(), recorded.step, recorded.inventory, lambda _: [], [], recorded.tags, None)

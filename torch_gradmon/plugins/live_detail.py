@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..capture.compiled import is_compiled
 from ..capture.hooks import compiled_graphs
@@ -21,9 +21,12 @@ from ..runs import detail_request as change
 from ..runs.detail_request import DetailRequest
 from ..step.active_step import ActiveStep
 from ..step.planner import OF_MODULES, PRESETS, ExchangePolicy, Planner
-from ..step.plugin import Plugin, PluginContext
+from ..step.plugin import Plugin
 from ..step.ranks import EMPTY_SLOT
 from ..step.summary import Summary
+
+if TYPE_CHECKING:
+    from .overhead_budget import OverheadBudget
 
 #: The added metrics: one-pass statistics, so the run directory stores them all.
 _METRICS = {n.ACTIVATION: ("std", "max", "nonfinite_count"), n.ACTIVATION_GRADIENT: ("norm", "nonfinite_count")}
@@ -44,21 +47,17 @@ class PostSpikeDetail(Plugin):
         self._spiked_in: int | None = None
         self._graphs = compiled_graphs()
 
-    def wants(self, step: int, asked: bool) -> bool:
-        return asked or self._left > 0
-
-    def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
+    def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
         return asked or (ahead is not None and ahead < self._left)
 
-    def may_miss(self) -> int:
+    @property
+    def may_miss(self) -> int:  # type: ignore[override]
         return 0 if self._left else sys.maxsize
 
     @property
     def may_add_hooks(self) -> bool:
-        """Whether modules may get hooks in the middle of a run.
-
-        They may not if anything was compiled since the monitor exists. It may be the model, whose graph would not call the hooks
-        or would be compiled again.
+        """Whether modules may get hooks in the middle of a run: not if anything was compiled since the monitor exists. It may be the model,
+        whose graph would not call the hooks or would be compiled again.
         """
         module = self._planner.module
         return module is not None and compiled_graphs() <= self._graphs and not is_compiled(module)
@@ -66,10 +65,8 @@ class PostSpikeDetail(Plugin):
     def on_alert(self, step: int) -> None:
         self._spiked_in, self.watches_idle_steps = step, True
 
-    def on_sealed(self, step: int) -> None:
-        """Start with the step that opens, if the last record had a spike."""
-        if self._spiked_in is not None:
-            self._turn(ends=False, opens=True)
+    def before_step(self) -> None:
+        self._turn(ends=False, opens=True)
 
     def on_step_closing(self, step: ActiveStep) -> None:
         if not step.is_monitored:
@@ -94,18 +91,14 @@ class PostSpikeDetail(Plugin):
         if spiked is not None:
             self._spiked_in, self.watches_idle_steps = None, False
             self.context.ask_cadence_again(script_too=True)
-        if (spiked is not None and self._begin()) or ends:
+            self._left = self._steps
+        begins = spiked is not None and bool(self._steps) and not self._has_overlay and self.may_add_hooks
+        if begins:
+            metrics = [self.context.make_metric(source, name) for source, names in _METRICS.items() for name in names]
+            self.context.set_overlay(self.name, metrics)
+            self._has_overlay = True
+        if begins or ends:
             self.context.request_replan()
-
-    def _begin(self) -> bool:
-        """Monitor the next steps. Returns whether this needs hooks; False if modules may not get any."""
-        self._left = self._steps
-        if not self._steps or self._has_overlay or not self.may_add_hooks:
-            return False
-        metrics = [self.context.make_metric(source, name) for source, names in _METRICS.items() for name in names]
-        self.context.set_overlay(self.name, metrics)
-        self._has_overlay = True
-        return True
 
 
 # --- requests ---
@@ -118,8 +111,7 @@ PERIOD = 1.0
 class RequestFile:
     """Checks ``tune.json`` at most once a second, and reads it only if it has changed.
 
-    A check reads the clock, and once a second calls ``os.stat``. An invalid file does not stop training. Requests for an earlier monitor
-    have another ``session``, and are ignored.
+    An invalid file does not stop training. Requests for an earlier monitor have another ``session``, and are ignored.
     """
 
     def __init__(
@@ -141,15 +133,13 @@ class RequestFile:
         if now < self._due:
             return None
         self._due = now + PERIOD
-        return self._read() if self._is_ours() else None
-
-    def _read(self) -> DetailRequest | None:
+        if not self._is_ours():
+            return None
         try:
-            there = os.stat(self._path)
-            seen = there.st_mtime_ns, there.st_size, there.st_ino
-            if seen == self._seen:
+            there, before = os.stat(self._path), self._seen
+            self._seen = there.st_mtime_ns, there.st_size, there.st_ino
+            if self._seen == before:
                 return None
-            self._seen = seen
             found, session = change.read(self._path, self._last.number)
         except (FileNotFoundError, NotADirectoryError):
             self._seen = None
@@ -158,10 +148,10 @@ class RequestFile:
             # only the error's text: strict monitors re-raise an error, but training is not responsible for this file
             self._warn("tune:file", f"{self._path} is ignored, and training continues unchanged: {error}")
             return None
-        if session != self._session or found.number < self._last.number or found == self._last:
-            return None
-        self._last = found
-        return found
+        if session == self._session and found.number >= self._last.number and found != self._last:
+            self._last = found
+            return found
+        return None
 
 
 _COMPILED = (
@@ -182,13 +172,12 @@ class LiveDetail(Plugin):
         planner: Planner,
         summary: Summary,
         post_spike: PostSpikeDetail,
+        budget: OverheadBudget | None,
         exchange: ExchangePolicy,
-        path: Path | None,
         reopen: Callable[[], None],
     ) -> None:
-        self._planner, self._summary, self._post_spike, self._exchange = planner, summary, post_spike, exchange
-        self._path, self._reopen = path, reopen
-        self._ranks = exchange.ranks
+        self._planner, self._summary, self._post_spike, self._budget = planner, summary, post_spike, budget
+        self._exchange, self._ranks, self._reopen = exchange, exchange.ranks, reopen
         self._why_missing = ""  # why a part of the preset is not measured
         self._from_code: deque[DetailRequest] = deque(maxlen=1)  # the last request of the program itself, without a number yet
         self._asked: DetailRequest | None = None  # the ranks have not agreed on it yet
@@ -202,13 +191,12 @@ class LiveDetail(Plugin):
         self._facts: dict[str, Any] = {"session": secrets.token_hex(8), "listens": False}
         self._file: RequestFile | None = None
 
-    def attach(self, context: PluginContext) -> None:
-        super().attach(context)
+    def listen(self, directory: Path) -> None:
+        """From now on requests of other processes in the run directory are seen."""
         ranks = self._ranks
-        if self._path is not None:
-            self._file = RequestFile(self._path, self._facts["session"], context.warn, lambda: ranks.is_first)
-            self._facts["listens"] = ranks.is_first
-            context.annotate_run(tune=self._facts)
+        self._file = RequestFile(directory, self._facts["session"], self.context.warn, lambda: ranks.is_first)
+        self._facts["listens"] = ranks.is_first
+        self.context.annotate_run(tune=self._facts)
 
     # --- requests --------------------------------------------------------------------------------------------------------------
 
@@ -226,14 +214,13 @@ class LiveDetail(Plugin):
     def _look(self) -> None:
         if self._file is not None and (change := self._file.look()) is not None:
             self._ask(change)
-            self.watches_idle_steps = True
 
     def _receive(self) -> None:
         if self._from_code:
             self._ask(replace(self._from_code.pop(), number=self._number + 1))
 
     def _ask(self, change: DetailRequest) -> None:
-        self._asked, self._number = change, max(self._number, change.number)
+        self._asked, self._number, self.watches_idle_steps = change, max(self._number, change.number), True
         self._note(number=self._number, waits=change.facts(), why="")
 
     def _accept(self) -> None:
@@ -257,9 +244,9 @@ class LiveDetail(Plugin):
     def _take_broadcast(self) -> None:
         received, self._exchange.received = self._exchange.received, EMPTY_SLOT
         if received[0]:
-            self._agreed = agreed = DetailRequest.of_numbers(received)
-            self._number = max(self._number, agreed.number)
-            if self._asked is not None and (not self._ranks.is_first or self._asked.number <= agreed.number):
+            self._agreed = DetailRequest.of_numbers(received)
+            self._number = max(self._number, self._agreed.number)
+            if self._asked is not None and (not self._ranks.is_first or self._asked.number <= self._agreed.number):
                 self._asked = None
 
     def _note(self, **facts: Any) -> None:
@@ -273,12 +260,10 @@ class LiveDetail(Plugin):
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def before_step(self, step: int) -> None:
-        """A step is about to open, which may be the first one under a request that came since the last one closed."""
         self._accept()
         self._change(step)
 
     def on_step_open(self, step: ActiveStep) -> None:
-        """The first step under a change is the one that is noted."""
         if self._has_left:  # the run continues
             self._has_left = False
             self._reopen()
@@ -297,7 +282,7 @@ class LiveDetail(Plugin):
         if raised is not None:
             raise raised
         self._look()
-        if self._watches_idle_steps:  # without the call of a property in each step
+        if self.watches_idle_steps:
             self._receive()
             asked = self._asked if self._ranks.is_first else None
             self._exchange.sent = EMPTY_SLOT if asked is None else asked.numbers()
@@ -309,7 +294,7 @@ class LiveDetail(Plugin):
 
     def on_step_closed(self, step: ActiveStep) -> None:
         has_received = self._exchange.received is not EMPTY_SLOT
-        if not (self._watches_idle_steps or has_received):
+        if not (self.watches_idle_steps or has_received):
             return
         if has_received:
             self._take_broadcast()
@@ -319,22 +304,20 @@ class LiveDetail(Plugin):
         self._update_pending()
         self._change(step.number + 1)
 
-    def may_miss(self) -> int:
+    @property
+    def may_miss(self) -> int:  # type: ignore[override]
         """All idle steps while no request is known; a look at the file is due after a second, see :class:`IdleStretch`."""
-        return 0 if self._watches_idle_steps or self.in_force is not None else sys.maxsize
+        return 0 if self.watches_idle_steps or self.in_force is not None else sys.maxsize
 
-    def wants(self, step: int, asked: bool) -> bool:
+    def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
         try:
             self._look()
         except GradmonWarning as error:  # where warnings are errors; raised where it costs no step
             self._raised, self.watches_idle_steps = error, True
-        every = None if self.in_force is None else self.in_force.every
-        return asked if every is None else step % every == 0
-
-    def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
-        """The same of a later step, as long as the change lasts."""
-        is_changed = ahead is not None and (self.left is None or ahead < self.left - self.context.is_step_open)
-        return self.wants(step, asked) if is_changed else asked
+        if self.in_force is None or self.in_force.every is None or ahead is None:
+            return asked
+        begun = self.context.is_step_open and step != self.context.step  # another one is open, the first of those that are left
+        return step % self.in_force.every == 0 if self.left is None or ahead < self.left - begun else asked
 
     # --- changes ---------------------------------------------------------------------------------------------------------------
 
@@ -346,19 +329,18 @@ class LiveDetail(Plugin):
         try:
             self.context.flush_pending()  # under what it was measured under
         finally:
-            was_changed = self.in_force is not None
-            new: DetailRequest | None = None
-            if is_due:
-                new, self._agreed = self._agreed, None
+            was_changed, new = self.in_force is not None, self._agreed if is_due else None
             self._end_change("its steps are over" if new is None else "another one took its place")
-            if new is not None and new.is_reset:
-                self._note(waits=None, last={**new.facts(), "since": step}, why="")
-                new = None
-            self.in_force, self.left = new, None if new is None else new.steps
-            self._use(None if new is None else new.preset)
+            if new is not None:
+                self._agreed = None
+                if new.is_reset:
+                    self._note(waits=None, last={**new.facts(), "since": step}, why="")
+                else:
+                    self.in_force, self.left = new, new.steps
+            self._use(None if self.in_force is None else self.in_force.preset)
             self._update_pending()
-            if was_changed != (self.in_force is not None):
-                self.context.detail_changed(is_back=was_changed)
+            if self._budget is not None and was_changed != (self.in_force is not None):
+                self._budget.on_detail_changed(is_back=was_changed)
             self.context.ask_cadence_again()
             self.context.request_replan(drop_hooks=True)
 
@@ -382,12 +364,12 @@ class LiveDetail(Plugin):
         ]
 
     def _end_change(self, why: str) -> None:
-        if self.in_force is not None:
-            ended = {**self.in_force.facts(), "since": self._since, "until": self.context.last_step, "ended": why}
-            self.in_force = self.left = self._since = None
-            self._note(in_force=None, last=ended)
+        before, since = self.in_force, self._since
+        self.in_force = self.left = self._since = None
+        if before is not None:
+            self._note(in_force=None, last={**before.facts(), "since": since, "until": self.context.last_step, "ended": why})
 
-    def on_leave(self, last: int | None) -> None:
+    def on_detach(self) -> None:
         self._from_code.clear()
         self._asked = self._agreed = None
         if self.in_force is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ..step.active_step import ActiveStep, Mode
 from ..step.plugin import Plugin
@@ -18,14 +19,15 @@ _WIDEST = 1024
 class OverheadBudget(Plugin):
     """Lengthens the interval by powers of two while monitoring takes more than a share of the time, and shortens it again.
 
-    ``share``: the largest one of the wall-clock time of training for the monitor's own time on the host, such as 0.01.
+    ``share``: the largest one of the wall-clock time of training for the monitor's own time on the host, such as 0.01; ``spent``: that own
+    time so far, in seconds.
     """
 
     name = "overhead_budget"
     watches_idle_steps = True
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    def __init__(self, share: float, spent: Callable[[], float]) -> None:
+        self.share, self._spent = share, spent
         self.interval = 1  # every n-th of the steps that the cadence requests is monitored
         self._warm = False
         self._before = 1  # the interval when something else was measured last
@@ -34,8 +36,9 @@ class OverheadBudget(Plugin):
         self._monitored = 0
         self._since = self._spent_before = 0.0
 
-    def wants(self, step: int, asked: bool) -> bool:
-        self._asked = step, asked
+    def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
+        if ahead == 0:
+            self._asked = step, asked
         return asked and self._left_out + 1 >= self.interval
 
     def on_step_closed(self, step: ActiveStep) -> None:
@@ -43,7 +46,7 @@ class OverheadBudget(Plugin):
         if self.context.ranks_synchronised:
             self._give_up("ranks that exchange values have to monitor the same steps")
         if not step.sets_cadence:
-            self.count(step.number, step.mode is Mode.MONITORED, self.context.seconds_spent, time.perf_counter())
+            self.count(step.number, step.mode is Mode.MONITORED, self._spent(), time.perf_counter())
 
     def _give_up(self, reason: str) -> None:
         self.interval, self.share = 1, 1.0
@@ -73,7 +76,7 @@ class OverheadBudget(Plugin):
         if is_back:
             self.interval = self._before
         self._before = self.interval
-        self._begin(self.context.seconds_spent, time.perf_counter())
+        self._begin(self._spent(), time.perf_counter())
 
     def _begin(self, spent: float, now: float) -> None:
         self._spent_before, self._since, self._monitored = spent, now, 0

@@ -26,9 +26,8 @@ from ..core.errors import display
 from ..core.keys import GRADIENT, Pattern, compile_pattern
 from ..core.records import EXPECTATION, StatsTable, StepRecord, TrainedPart, trained_parts
 from ..core.torch_modes import SharedContext
-from ..step.model_index import PLAIN_GRADIENTS, ModelIndex
+from ..step.model_index import PLAIN_GRADIENTS, ModelIndex, parameters_of
 from ..step.planner import Planner
-from ..step.plugin import PluginContext
 from .tallies import Check, Tallies
 
 if TYPE_CHECKING:
@@ -130,20 +129,19 @@ class HiddenParameters:
         """Places of those that have a gradient now, and that nothing trains: the critic that a list keeps out of a generator has an
         optimizer of its own. ``owned``: ids of the tensors that optimizers have.
         """
-        tensors = ((place, reference(), writes) for place, (reference, writes) in self._found.items())
         return [
             place
-            for place, tensor, writes in tensors
-            if tensor is not None and tensor.grad is not None and id(tensor) not in owned and _writes(tensor) == writes
+            for place, (reference, writes) in self._found.items()
+            if (tensor := reference()) is not None and tensor.grad is not None and id(tensor) not in owned
+            if _writes(tensor) == writes
         ]
 
     def results(self, module: nn.Module) -> list[str]:
         """Places of tensors that were computed with a graph before the training began, and are still there, as ``nn.Parameter(...).to()``
         is: no optimizer can have them. ``module``: the model.
         """
-        kept = ((place, reference()) for place, reference in self._results.items())
         now = {id(value) for each in module.modules() for value in vars(each).values()}
-        return [place for place, tensor in kept if tensor is not None and id(tensor) in now]
+        return [place for place, reference in self._results.items() if (tensor := reference()) is not None and id(tensor) in now]
 
 
 def _writes(tensor: Tensor) -> int:
@@ -160,12 +158,10 @@ def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) 
     elif isinstance(value, Tensor):
         if torch.is_floating_point(value) and value.requires_grad:
             yield path, value
-    elif depth and isinstance(value, Mapping):
-        for key, each in list(value.items())[:_MOST]:
+    elif depth and isinstance(value, (Mapping, list, tuple)):
+        items = list(value.items()) if isinstance(value, Mapping) else list(enumerate(value[:_MOST]))
+        for key, each in items[:_MOST]:
             yield from _tensors_in(f"{path}[{key!r}]", each, registered, depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for number, each in enumerate(value[:_MOST]):
-            yield from _tensors_in(f"{path}[{number}]", each, registered, depth - 1)
 
 
 #: Running forwards: the thread of each, the modules that were there before, and the parameters of others.
@@ -249,11 +245,9 @@ def has_modes(module: nn.Module) -> bool:
     statistics.
     """
     for each in module.modules():
-        children = list(each.children())
-        drops = any(isinstance(child, _DropoutNd) and child.p > 0 for child in children)
-        if drops and any(parameter.requires_grad for parameter in each.parameters()):
-            return True
-        if isinstance(each, _BatchNorm) and each.track_running_stats and any(p.requires_grad for p in each.parameters()):
+        changes = any(isinstance(child, _DropoutNd) and child.p > 0 for child in each.children())
+        changes = changes or (isinstance(each, _BatchNorm) and each.track_running_stats)
+        if changes and any(parameter.requires_grad for parameter in each.parameters()):
             return True
         if isinstance(each, nn.RNNBase) and each.dropout > 0:
             return True
@@ -261,18 +255,18 @@ def has_modes(module: nn.Module) -> bool:
 
 
 def check_settings(module: nn.Module, tallies: Tallies) -> None:
-    dropouts = [(name, each) for name, each in module.named_modules() if isinstance(each, _DropoutNd)]
-    high = [(name, float(each.p)) for name, each in dropouts if each.p >= _DROPPED]
+    high: dict[str, float] = {}
+    still: dict[str, float] = {}
+    for name, each in module.named_modules():
+        if isinstance(each, _DropoutNd) and each.p >= _DROPPED:
+            high[name] = float(each.p)
+        elif isinstance(each, _BatchNorm) and each.track_running_stats and each.training:
+            still[name] = 1.0 if each.momentum is None else float(each.momentum)
+    still = {name: momentum for name, momentum in still.items() if momentum < _STILL}
     if high:
-        tallies.seen("dropout-high", where=tuple(name for name, _ in high), evidence={"share dropped": max(p for _, p in high)})
-    still = [
-        (name, float(each.momentum))
-        for name, each in module.named_modules()
-        if isinstance(each, _BatchNorm) and each.track_running_stats and each.training and each.momentum is not None
-        if each.momentum < _STILL
-    ]
+        tallies.seen("dropout-high", where=tuple(high), evidence={"share dropped": max(high.values())})
     if still:
-        tallies.seen("batch-norm-frozen", where=tuple(name for name, _ in still), evidence={"momentum": min(m for _, m in still)})
+        tallies.seen("batch-norm-frozen", where=tuple(still), evidence={"momentum": min(still.values())})
 
 
 # --- The optimizers: what each group trains and with which settings, and settings that cannot be meant ---
@@ -305,10 +299,6 @@ class Followed:
 
 _followed: weakref.WeakSet[Followed] = weakref.WeakSet()
 _lock = threading.RLock()
-
-
-def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def card(optimizers: Sequence[Optimizer], names: Mapping[int, Any]) -> list[dict[str, Any]]:
@@ -354,7 +344,7 @@ class SharedParameters:
         """Follow in which order these step, as far as they have parameters in common. None of them is stepping."""
         self.end()
         for one, other in combinations(optimizers, 2):
-            if not _parameters(one).isdisjoint(_parameters(other)):
+            if not {*map(id, parameters_of(one))}.isdisjoint(map(id, parameters_of(other))):
                 self._turns[frozenset((id(one), id(other)))] = _Turns([one, other])
 
     def look(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
@@ -363,7 +353,7 @@ class SharedParameters:
         own = set(map(id, optimizers))
         owners: dict[int, set[int]] = {}
         for key, optimizer in there.items():
-            for parameter_id in _parameters(optimizer):
+            for parameter_id in map(id, parameters_of(optimizer)):
                 owners.setdefault(parameter_id, set()).add(key)
         shared: dict[frozenset[int], list[str]] = {}
         for parameter_id, name in names.items():
@@ -419,10 +409,11 @@ class SetupCheck(Check):
     name, part = "setup_check", "setup"
 
     def __init__(self, planner: Planner, checks: Checks) -> None:
+        super().__init__()
         self._planner = planner
         self._frozen_pattern, self._trained = compiled("frozen", checks.frozen), compiled("trained", checks.trained)
         self._dtypes = {compile_pattern(key, "dtype"): dtype for key, dtype in (checks.dtype or {}).items()}
-        self._handles = Handles()
+        self._handles, self._shared = Handles(), SharedParameters(self.tallies)
         self._versions: dict[str, int] = {}  # of the parameters that are declared frozen, at the last look
         self._reached: set[str] = set()
         self._looks = 0  # at the parameters, for what is declared of them
@@ -434,14 +425,13 @@ class SetupCheck(Check):
         self.groups: list[dict[str, Any]] = []
         self.frozen: list[str] = []
 
-    def attach(self, context: PluginContext) -> None:
-        super().attach(context)
-        self._shared = SharedParameters(self.tallies)
-
     def facts(self) -> list[LoopFinding]:
+        self._look_at_shared()
+        return self.tallies.facts()
+
+    def _look_at_shared(self) -> None:
         if self._shared.exist:
             self._shared.look(self.context.optimizers, self._names())
-        return self.tallies.facts()
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._module, self._steps = weakref.ref(module), 0
@@ -487,7 +477,6 @@ class SetupCheck(Check):
         return {} if inventory is None else {key: inventory.names[place] for key, place in inventory.places().items()}
 
     def on_record(self, record: StepRecord) -> None:
-        """Look at modes after each monitored step, and at parameters after few of them."""
         module = None if self._module is None else self._module()
         if module is None:
             return
@@ -498,7 +487,7 @@ class SetupCheck(Check):
         elif not self.tallies.is_empty:
             self.tallies.missed("eval-mode")
         if self._steps in _EARLY:
-            self._check_hidden()
+            self._check_hidden(module)
         if self._steps in _EARLY or (self._shared.exist and self._steps % _AGAIN == 0):
             self._shared.look(self.context.optimizers, self._names())
         if self._frozen_pattern is not None or self._trained is not None:
@@ -507,18 +496,17 @@ class SetupCheck(Check):
     def _owned(self) -> set[int]:
         return {id(tensor) for optimizer in self.context.optimizers for tensor in self._planner.source.tensors_of(optimizer)}
 
-    def _check_hidden(self) -> None:
-        module = None if self._module is None else self._module()
-        if self._hidden is None or module is None:
+    def _check_hidden(self, module: nn.Module) -> None:
+        if self._hidden is None:
             return
-        owned = self._owned().union(*map(_parameters, Followed.by_any()))
+        owned = self._owned().union(map(id, parameters_of(*Followed.by_any())))
         if places := [*self._hidden.with_gradients(owned), *self._hidden.results(module)]:
             self.tallies.seen("unregistered-parameters", where=tuple(places), evidence={"tensors": float(len(places))})
 
     def on_detach(self) -> None:
         """Hold nothing of the model, and what was found about optimizers that step no more stays."""
-        if self._shared.exist:
-            self._shared.look(self.context.optimizers, self._names())
+        super().on_detach()
+        self._look_at_shared()
         self._leave()
         self._hidden = self._module = None
 
@@ -537,9 +525,7 @@ class SetupCheck(Check):
         owned = self._owned()
         self._reached.update(() if gradients is None else gradients.names)
         moving, unowned = [], []
-        for name, place in zip(inventory.names, inventory.references, strict=True):
-            if (parameter := place()) is None:
-                continue
+        for name, parameter, _ in inventory.there():
             if self._frozen_pattern is not None and self._frozen_pattern.search(name):
                 if self._versions.setdefault(name, parameter._version) != parameter._version:
                     moving.append(name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from ..step.plugin import Plugin, PluginContext
+from ..step.plugin import Plugin
 
 if TYPE_CHECKING:  # loaded with the first mistake: most programs make none
     from ..core.loop_mistakes import LoopFinding, Mistake
@@ -33,10 +33,10 @@ class Tally:
 
 
 class Tallies:
-    """All mistakes of one training. ``part``: the name of the facts in the run directory."""
+    """All mistakes of one training that ``check`` has found."""
 
-    def __init__(self, context: PluginContext, part: str) -> None:
-        self._context, self._part = context, part
+    def __init__(self, check: Check) -> None:
+        self._check, self._part = check, check.part
         self._tallies: dict[tuple[str, object], Tally] = {}
         self._written: list[dict[str, Any]] = []
         self.is_empty = True  # no mistake was ever seen, or those that were are retracted
@@ -51,7 +51,7 @@ class Tallies:
         step: int | None = None,
     ) -> None:
         """Count the mistake ``rule``, for an optimizer or other ``key``. ``warns``: False if the caller warns itself."""
-        step, mistake = (self._context.step or 0) if step is None else step, _mistake(rule)
+        step, mistake = (self._check.context.step or 0) if step is None else step, _mistake(rule)
         tally = self._tallies.setdefault((rule, key), Tally(step))
         self.is_empty = False
         if not tally.count:
@@ -117,18 +117,16 @@ class Tallies:
         facts = [fact.to_dict() for fact in self.facts()]
         if facts != self._written or begins:
             self._written = facts
-            self._context.annotate_run(**{self._part: facts})
+            self._check.context.annotate_run(**{self._part: facts})
 
     def _warn(self, rule: str, key: object, tally: Tally) -> None:
-        mistake = _mistake(rule)
+        mistake, of_key = _mistake(rule), ""
         of = f", {tally.where[0]}" if any(tally.where[:1]) else ""  # the root module has no name
         if mistake.warns_for_each:
-            of += "".join(f", {name} {value:g}" for name, value in tally.evidence.items())
-        seen = f"seen {tally.count} times by step {tally.last}{of}" if tally.count > 1 else f"seen in step {tally.last}{of}"
-        self._context.warn(
-            f"{self._part}:{rule}:{key}" if mistake.warns_for_each else f"{self._part}:{rule}",
-            f"{mistake.cause} ({seen}). {mistake.advice}",
-        )
+            of_key, of = f":{key}", of + "".join(f", {name} {value:g}" for name, value in tally.evidence.items())
+        seen = f"seen {tally.count} times by step" if tally.count > 1 else "seen in step"
+        message = f"{mistake.cause} ({seen} {tally.last}{of}). {mistake.advice}"
+        self._check.context.warn(f"{self._part}:{rule}{of_key}", message)
 
 
 def _mistake(rule: str) -> Mistake:
@@ -156,14 +154,12 @@ class Check(Plugin):
 
     stops_on_failure = True
     part: str
-    tallies: Tallies
 
-    def attach(self, context: PluginContext) -> None:
-        super().attach(context)
-        self.tallies = Tallies(context, self.part)
+    def __init__(self) -> None:
+        self.tallies = Tallies(self)
 
     def facts(self) -> list[LoopFinding]:
         return self.tallies.facts()
 
-    def on_leave(self, last: int | None) -> None:
+    def on_detach(self) -> None:
         self.tallies.write_facts()

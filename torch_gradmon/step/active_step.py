@@ -87,18 +87,16 @@ class ActiveStep:
 
 @dataclass
 class RecordedStep:
-    """A step that closed and is not monitored.
+    """A step that closed and is not monitored, though its gradients were measured.
 
     Attributes:
         step: what was known when it closed.
-        buffer: its values, still on the device; None where nothing was measured.
+        buffer: its values, still on the device.
         inventory: the model as it was.
         tags: facts about it, from the loop.
-        oldest_pending: the oldest monitored step whose values are still on their way; None for none.
     """
 
     step: ActiveStep
-    buffer: StepBuffer | None = None
-    inventory: ModelIndex | None = None
-    tags: dict[str, Any] = field(default_factory=dict)
-    oldest_pending: int | None = None
+    buffer: StepBuffer
+    inventory: ModelIndex
+    tags: dict[str, Any]

@@ -219,6 +219,11 @@ class WholeModel:
 # --- Where the gradients of parameters are: in ``.grad``, or where an engine keeps them ---
 
 
+def parameters_of(*optimizers: Optimizer) -> list[Tensor]:
+    """What is in the groups of these optimizers."""
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+
+
 class GradientSource:
     """Where the gradient of each parameter is, when it is final, and what the optimizer steps in its place.
 
@@ -521,6 +526,12 @@ class ModelIndex:
         return all(
             map(_is_same, zip(self._known[2], self._known[3], strict=True), zip(*now[2:], strict=True), parameters, self._in_pass)
         )
+
+    def there(self) -> Iterator[tuple[str, nn.Parameter, Place]]:
+        """The parameters that still exist, with names and places."""
+        for name, place in zip(self.names, self.references, strict=True):
+            if (parameter := place()) is not None:
+                yield name, parameter, place
 
     def positions(self, parameters: Iterable[Tensor]) -> list[int]:
         """Positions in :attr:`names` of the model's parameters that these ``parameters`` of optimizers stand for, ascending."""

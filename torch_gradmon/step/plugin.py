@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.records import Metric, StepRecord
-from .active_step import ActiveStep, RecordedStep
+from .active_step import ActiveStep
 
 # --- What a monitor offers its plugins, and what it knows of an optimizer that is about to step ---
 
@@ -53,16 +53,8 @@ class PluginContext(Protocol):
         """The GradScaler that is known by now."""
 
     @property
-    def is_attached(self) -> bool:
-        """Whether hooks on optimizers drive the steps."""
-
-    @property
     def ranks_synchronised(self) -> bool:
         """Whether the ranks exchange values, so that all of them must monitor the same steps."""
-
-    @property
-    def seconds_spent(self) -> float:
-        """Time spent in the monitor on the host since it was made."""
 
     @property
     def last_step(self) -> int | None:
@@ -82,12 +74,12 @@ class PluginContext(Protocol):
         """The open step, or the last one."""
 
     @property
-    def plan_version(self) -> int:
-        """Changes whenever the modules of the model change, or what is measured."""
-
-    @property
     def is_step_open(self) -> bool:
         """Whether a step is open."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether what happens now is no training; see :meth:`ModuleMonitor.no_monitor`."""
 
     @property
     def coming_step(self) -> int:
@@ -115,19 +107,8 @@ class PluginContext(Protocol):
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for the device."""
 
-    def detail_changed(self, is_back: bool) -> None:
-        """Something else is measured from now on, or with ``is_back`` the same as before."""
-
-    def backfill(self, records: Sequence[StepRecord]) -> None:
-        """Add records of earlier steps that were not monitored."""
-
-    def learn(self, record: StepRecord, whole: Mapping[str, float]) -> None:
-        """Let the detectors see a step that is not monitored."""
-
 
 # --- Optional behaviour: what a plugin may do, and at which moments of a step ---
-
-_REPORTS = "_torch_gradmon_watching"  #: where a plugin keeps the sets of those that watch idle steps
 
 
 class Plugin:
@@ -141,93 +122,43 @@ class Plugin:
     name = "plugin"
     #: Whether the plugin is called no more after it failed, until the next :meth:`ModuleMonitor.attach`.
     stops_on_failure = False
+    #: What the monitor offers, from the moment that it takes the plugin.
     context: PluginContext
-    _watches_idle_steps = False
+    #: Whether the methods of a step are called also in idle steps, in which nothing is measured. Most steps of most trainings are idle, so
+    #: this costs the most; a plugin may change it at any time.
+    watches_idle_steps = False
+    #: Whether gradients are measured for this plugin also in steps that are not monitored: its :meth:`before_optimizer_step` and
+    #: :meth:`on_step_closing` get them in ``step.buffer``. Asked in every such step.
+    requires_gradients = False
+    #: How many of the next steps, if they are idle, this plugin need not see at all: none of its methods is called in them. Asked after
+    #: idle steps, of plugins that override :meth:`wants`, :meth:`on_optimizer_step` or :meth:`after_attempt`; others are not called in idle
+    #: steps anyhow.
+    may_miss = 0
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if isinstance(own := cls.__dict__.get("watches_idle_steps"), bool):  # what its instances begin with
-            cls._watches_idle_steps = own
-            del cls.watches_idle_steps
-
-    def attach(self, context: PluginContext) -> None:
-        """The monitor has taken the plugin."""
-        self.context = context
-
-    @property
-    def watches_idle_steps(self) -> bool:
-        """Whether the methods of a step are called also in idle steps, in which nothing is measured. Most steps of most trainings are
-        idle, so this costs the most; a plugin may change it at any time.
+    def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
+        """Whether ``step`` is monitored; ``asked`` is the answer of the cadence and the plugins before this one. ``ahead``: how many steps
+        lie between it and the next one, 0 for the next one itself; None for a step that has ended.
         """
-        return self._watches_idle_steps
-
-    @watches_idle_steps.setter
-    def watches_idle_steps(self, watches: Any) -> None:
-        if isinstance(watches, property):  # a dataclass takes it for the default of a field
-            watches = type(self)._watches_idle_steps
-        self._watches_idle_steps = watches
-        for watching in self.__dict__.get(_REPORTS, ()):
-            (watching.add if watches else watching.discard)(id(self))
-
-    def report_watching(self, watching: set[int]) -> None:
-        """From now on the id of this plugin is in ``watching`` while it watches idle steps, so that no step has to ask. Earlier sets are
-        kept up to date, too: a monitor that had the plugin before may be attached again.
-        """
-        self.__dict__.setdefault(_REPORTS, []).append(watching)
-        if self.watches_idle_steps:
-            watching.add(id(self))
-
-    @property
-    def requires_gradients(self) -> bool:
-        """Whether gradients are measured for this plugin also in steps that are not monitored. Asked in every such step."""
-        return False
-
-    def wants(self, step: int, asked: bool) -> bool:
-        """Whether ``step``, the next one, is monitored; ``asked`` is the answer of the cadence and the plugins before this one."""
         return asked
-
-    def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
-        """What :meth:`wants` would return for a step ``ahead`` steps after the next one; None for a step that has ended."""
-        return self.wants(step, asked)
-
-    def may_miss(self) -> int:
-        """How many of the next steps, if they are idle, this plugin need not see at all: none of its methods is called in them.
-
-        Asked after idle steps, of plugins that override methods of the loop, :meth:`wants` or :attr:`requires_gradients`. Others are
-        not called in idle steps anyhow.
-        """
-        return 0
-
-    def on_missed(self, steps: int) -> None:
-        """The last ``steps`` steps were idle, and this plugin has seen nothing of them."""
 
     # --- the loop, in every step whether it is monitored or not --------------------------------------------------------------
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Hooks on these optimizers drive the steps from now on."""
 
-    def on_forward(self) -> None:
-        """The model is called in training."""
-
-    def on_backward_ended(self) -> None:
-        """A backward pass of a step that takes values is over."""
-
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
         """The optimizer is about to step, or to call its closure; its gradients are as the loop left them."""
 
-    def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """The optimizer has stepped."""
+    def after_attempt(self, step: ActiveStep, applied: bool) -> None:
+        """All optimizers have been called; ``applied``: they changed the model."""
 
-    def on_pause(self, is_paused: bool) -> None:
-        """What happens from now on is no training, or is training again; see :meth:`ModuleMonitor.no_monitor`."""
+    def on_detach(self) -> None:
+        """The monitor leaves the run, or the run ends: hold nothing of the model any more. May be called several times."""
 
     # --- the step ------------------------------------------------------------------------------------------------------------
 
-    def on_sealed(self, step: int) -> None:
-        """``step`` is about to open; the last one takes no more values."""
-
     def on_step_open(self, step: ActiveStep) -> None:
-        """A step has begun; its mode is not known yet."""
+        """A step has begun. One in which no optimizer steps may be forgotten; then the next one has its number."""
 
     def before_optimizer_step(self, step: ActiveStep, optimizer: OptimizerContext) -> None:
         """An optimizer is about to step. Sets ``step.is_skipped`` where the step must change nothing. Called on all ranks or none.
@@ -236,45 +167,22 @@ class Plugin:
             TrainingStopped: training must stop.
         """
 
-    def after_attempt(self, step: ActiveStep, applied: bool) -> None:
-        """All optimizers have been called; ``applied``: they changed the model."""
-
-    def on_drop(self) -> None:
-        """The open step is forgotten: no optimizer stepped in it, and the next one has its number."""
-
     def on_step_closing(self, step: ActiveStep) -> None:
         """The step is about to close; its values are not exchanged between ranks yet."""
 
     def annotate(self, step: ActiveStep) -> None:
         """Add facts to ``step.annotations`` and whole-model values to ``step.values``, for the record of a monitored step."""
 
-    def on_unmonitored_step(self, recorded: RecordedStep) -> None:
-        """A step that is not monitored has closed."""
-
     def on_step_closed(self, step: ActiveStep) -> None:
         """The step has closed. On a CPU its record is complete by now, elsewhere when a later step opens."""
 
-    # --- records -------------------------------------------------------------------------------------------------------------
+    # --- records and the run -------------------------------------------------------------------------------------------------
 
     def on_record(self, record: StepRecord) -> None:
         """The record of a monitored step is complete except for late values; ``record.events`` has its spikes."""
 
-    def on_alert(self, step: int) -> None:
-        """A spike of ``step``, or a series of overflowed steps that ends with it, is worth a look at more."""
-
-    # --- the run -------------------------------------------------------------------------------------------------------------
-
     def on_rewind(self, step: int) -> None:
         """The run goes back to ``step``: later ones are of another branch."""
-
-    def on_leave(self, last: int | None) -> None:
-        """The monitor leaves the run, or the run ends, with step ``last``."""
-
-    def on_detach(self) -> None:
-        """The monitor takes its hooks away."""
-
-    def close(self) -> None:
-        """Hold nothing of the model any more."""
 
     def state_dict(self) -> Any:
         """What a resumed run needs, as plain numbers and lists; None for nothing."""

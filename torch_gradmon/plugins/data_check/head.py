@@ -82,18 +82,13 @@ class Head:
 
 def output_of(result: Any) -> Tensor | None:
     """The output that a loss is taken of: a tensor, the logits of a Transformers model, or the first tensor of a tuple or dict."""
-    if isinstance(result, Tensor):
-        found: Any = result
-    elif isinstance(getattr(result, "logits", None), Tensor):
-        found = result.logits
-    else:
-        values = result.values() if isinstance(result, dict) else result if isinstance(result, (list, tuple)) else ()
-        found = next((value for value in values if isinstance(value, Tensor)), None)
-    if found is None or found.grad_fn is None or not torch.is_floating_point(found):  # a leaf would keep its hook
+    if isinstance(logits := getattr(result, "logits", None), Tensor):
+        result = logits
+    values = result.values() if isinstance(result, dict) else result if isinstance(result, (list, tuple)) else (result,)
+    found = next((value for value in values if isinstance(value, Tensor)), None)
+    if type(found) is not Tensor or found.grad_fn is None or not torch.is_floating_point(found):  # a leaf would keep its hook
         return None
-    return (
-        found if type(found) is Tensor and found.layout is torch.strided and not found.is_nested and found.numel() > 1 else None
-    )
+    return found if found.layout is torch.strided and not found.is_nested and found.numel() > 1 else None
 
 
 def is_linear(losses: Sequence[Tensor]) -> bool:
@@ -171,13 +166,10 @@ def _classes(z: Tensor, g: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     sizes = g.abs().amax(1)
     weight = (used & (sizes > _CERTAIN * sizes.amax())).double()
     certain = (p.amax(1) > 1 - _CERTAIN).double() * (1 - weight)
-    total = weight.sum().clamp(min=1)
     factor = (g * expected).sum(1) / expected.square().sum(1).clamp(min=1e-300)
-    mean = (factor * weight).sum() / total
-    deviation = ((factor - mean).square() * weight).sum().div(total).sqrt() / mean.abs().clamp(min=1e-300)
-    residual = (
-        (g - factor[:, None] * expected).square().sum(1).sqrt() / g.square().sum(1).sqrt().clamp(min=1e-300) * weight
-    ).amax()
+    mean, deviation = _spread(factor, weight)
+    left = (g - factor[:, None] * expected).square().sum(1).sqrt() / g.square().sum(1).sqrt().clamp(min=1e-300)
+    residual = (left * weight).amax()
     # logarithms of the other entries follow z / temperature
     others = (hot == 0) & (g > 0) & used[:, None]
     logs = torch.where(others, g.clamp(min=1e-300).log(), 0.0)
@@ -187,12 +179,10 @@ def _classes(z: Tensor, g: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     slope = (dz * dl).sum() / dz.square().sum().clamp(min=1e-300)
     fit = (dz * dl).sum().square() / (dz.square().sum() * dl.square().sum()).clamp(min=1e-300)
     warm = (z * slope).softmax(1) - hot
-    factors = (g * warm).sum(1) / warm.square().sum(1).clamp(min=1e-300)
-    scale = (factors * weight).sum() / total
-    spread = ((factors - scale).square() * weight).sum().div(total).sqrt() / scale.abs().clamp(min=1e-300)
+    scale, spread = _spread((g * warm).sum(1) / warm.square().sum(1).clamp(min=1e-300), weight)
     binary = _binary(z, g)
     extremes = z.amin(), (z == 0).double().mean()
-    loss = -(z.log_softmax(1).gather(1, target[:, None])[:, 0] * weight).sum() / total
+    loss = -_spread(z.log_softmax(1).gather(1, target[:, None])[:, 0], weight)[0]
     counts = weight.sum(), certain.sum()
     one = torch.stack([deviation, residual, mean, slope, fit, scale, *extremes, *binary[:3], spread, loss, binary[3], *counts])
     labels = torch.zeros(min(z.shape[1], COUNTED), dtype=torch.float64, device=z.device)
@@ -215,15 +205,16 @@ def _binary(z: Tensor, g: Tensor) -> list[Tensor]:
     """Deviation and mean of the factor, if each output is the logit of one binary cross-entropy; how much gradients vary; that loss."""
     p = z.sigmoid()
     used = (g != 0).double()
-    factor = g.abs() / torch.where(g < 0, 1 - p, p).clamp(min=1e-300)
-    total = used.sum().clamp(min=1)
-    mean = (factor * used).sum() / total
-    deviation = ((factor - mean).square() * used).sum().div(total).sqrt() / mean.clamp(min=1e-300)
-    sizes = g.abs()
-    usual = (sizes * used).sum() / total
-    varied = ((sizes - usual).square() * used).sum().div(total).sqrt() / usual.clamp(min=1e-300)
-    loss = (torch.where(g < 0, nn.functional.softplus(-z), nn.functional.softplus(z)) * used).sum() / total
-    return [deviation, mean, varied, loss]
+    mean, deviation = _spread(g.abs() / torch.where(g < 0, 1 - p, p).clamp(min=1e-300), used)
+    loss = torch.where(g < 0, nn.functional.softplus(-z), nn.functional.softplus(z))
+    return [deviation, mean, _spread(g.abs(), used)[1], _spread(loss, used)[0]]
+
+
+def _spread(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean, and the deviation from it over its size."""
+    total = weight.sum().clamp(min=1)
+    mean = (values * weight).sum() / total
+    return mean, ((values - mean).square() * weight).sum().div(total).sqrt() / mean.abs().clamp(min=1e-300)
 
 
 def _is_near(value: float, loss: float | None) -> bool:
@@ -393,8 +384,6 @@ _PER_CLASS = 4
 
 
 class Targets:
-    """Collects heads."""
-
     def __init__(self, tallies: Tallies) -> None:
         self._tallies = tallies
         self._heads: list[Head] = []

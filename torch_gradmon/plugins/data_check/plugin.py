@@ -20,7 +20,7 @@ from ...core.records import EXPECTATION, NON_FINITE_INPUT, StepRecord, loss_in
 from ...core.torch_modes import outside_dispatch_modes, will_run
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
-from ...step.plugin import PluginContext
+from ...step.model_index import parameters_of
 from ..setup_check import MadeInForward, has_modes
 from ..tallies import Check, Tallies
 from .head import (
@@ -83,8 +83,7 @@ class Acting:
         rows = _identities(data)
         if self._kept is None:
             self._kept = torch.full((_KEPT,), -1, dtype=torch.int64, device=rows.device)
-        again = torch.isin(rows, self._kept).sum()
-        self._again = again if self._again is None else self._again + again
+        self._again = torch.isin(rows, self._kept).sum() + (0 if self._again is None else self._again)
         self._kept[(torch.arange(len(rows), device=rows.device) + self._next) % _KEPT] = rows
         self._next, self._fresh = (self._next + len(rows)) % _KEPT, self._fresh + len(rows)
 
@@ -104,10 +103,9 @@ class Acting:
         in_turn = self._kept.roll(-self._next)  # the oldest first
         at = max(_KEPT - self._fresh, 0)
         acted, at_once = ((torch.isin(rows, known) & is_data).sum() for known in (in_turn[:at], in_turn[at:]))
-        counts = [torch.full_like(acted, number) for number in (len(rows), self._fresh)]
-        again = torch.zeros_like(acted) if self._again is None else self._again
+        counts = (len(rows), acted, at_once, self._fresh, 0 if self._again is None else self._again)
         self._again, self._fresh = None, 0
-        return torch.stack([counts[0], acted, at_once, counts[1], again])
+        return torch.stack([each if isinstance(each, Tensor) else torch.full_like(acted, each) for each in counts])
 
     def made(self, output: Tensor) -> None:
         if output.grad_fn is not None:
@@ -152,10 +150,14 @@ class Acting:
 
 def _rows(tensors: Sequence[Tensor]) -> Tensor | None:
     """The first input of floating point as ``[rows, elements]``; of images, a row is an image."""
-    first = next((tensor for tensor in tensors if torch.is_floating_point(tensor) and tensor.ndim), None)
+    first = _first_float(tensors)
     if first is None or not first.numel():
         return None
     return first.detach().flatten(1) if first.ndim >= 4 else first.detach().reshape(-1, first.shape[-1])
+
+
+def _first_float(tensors: Sequence[Tensor]) -> Tensor | None:
+    return next((tensor for tensor in tensors if torch.is_floating_point(tensor) and tensor.ndim), None)
 
 
 def _identities(rows: Tensor) -> Tensor:
@@ -187,12 +189,6 @@ _makers: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[nn.Module]]
 
 #: The modules whose calls monitors follow, as long as they have hooks: the two of a game may have a monitor each.
 _networks: weakref.WeakSet[_Part] = weakref.WeakSet()
-
-
-def made(maker: nn.Module, result: object) -> None:
-    """``maker`` has made this output, with or without a graph."""
-    if type(result) is Tensor and torch.is_floating_point(result) and result.layout is torch.strided:
-        _makers[result.untyped_storage()] = weakref.ref(maker)
 
 
 def role_of(called: nn.Module, tensors: Sequence[Tensor], answers: Tensor) -> Role | None:
@@ -231,12 +227,6 @@ def came_back(pushes: dict[Role, Tensor], role: Role, answers: Tensor, gradient:
         pushes.setdefault(role, push)
 
 
-def of_one_pair(pushes: dict[Role, Tensor]) -> dict[str, Tensor]:
-    """The passes of two networks that were both trained by their answers, by what they train."""
-    pairs = (pair for pair, role in pushes if role == ANSWERS and (pair, MAKES) in pushes)
-    return {role: pushes[pair, role] for pair in pairs for role in ROLES}
-
-
 class Players:
     """Judges, step by step, whether both push the same way.
 
@@ -254,27 +244,19 @@ class Players:
         if not any(answers[:2]) or not any(makes[:2]):
             return
         self._both += 1
-        one, other = _way(answers), _way(makes)
-        if not one or not other or answers[2]:
+        # 1 for a pass that raises the answers, -1 for one that lowers them, and 0 if it does neither clearly
+        ways = [(up >= _ALIKE * (up + down)) - (down >= _ALIKE * (up + down)) for down, up, *_ in (answers, makes)]
+        if not all(ways) or answers[2]:
             return
         self._clear += 1
-        self._differ |= one != other or not _have_one_goal(answers, makes)
+        # of two squares on the same side of the answers the goals tell; of other losses a goal is not known
+        (at, goal), (other_at, other_goal) = answers[3:], makes[3:]
+        differ = abs(goal - other_goal) > _SAME_GOAL * max(abs(goal - at), abs(other_goal - other_at))
+        self._differ |= ways[0] != ways[1] or differ
         if self._differ:
             self._tallies.retract(RULE)
         elif self._clear >= max(_FEWEST_PUSHES, _CLEAR * self._both):
             self._tallies.seen(RULE, step=step, evidence={"steps": float(self._clear)})
-
-
-def _way(push: Sequence[float]) -> int:
-    """1 for a pass that raises the answers, -1 for one that lowers them, and 0 if it does neither clearly."""
-    lowered, raised = push[0], push[1]
-    return int(raised >= _ALIKE * (raised + lowered)) - int(lowered >= _ALIKE * (raised + lowered))
-
-
-def _have_one_goal(answers: Sequence[float], makes: Sequence[float]) -> bool:
-    """False for two squares whose goals differ, on the same side of the answers; of other losses a goal is not known."""
-    (at, goal), (other_at, other_goal) = answers[3:], makes[3:]
-    return not abs(goal - other_goal) > _SAME_GOAL * max(abs(goal - at), abs(other_goal - other_at))
 
 
 # --- The backward passes whose gradients are in the sum that an optimizer uses ---
@@ -391,7 +373,7 @@ def sampled(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def look_of(tensors: Sequence[Tensor]) -> Tensor | None:
     """Mean, root mean square, and largest difference between rows, of the first input of floating point: float64 ``[3]``."""
-    first = next((each for each in tensors if torch.is_floating_point(each) and each.ndim >= 1), None)
+    first = _first_float(tensors)
     if first is None or first.device.type == "mps":
         return None
     rows = first.detach()[: max(1, _MOST * len(first) // max(first.numel(), 1))].double() if len(first) else None
@@ -412,15 +394,14 @@ class _Part:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether all batches so far, and enough of them, were the same."""
         return len(self._seen) >= FEWEST and len(set(self._seen)) == 1
 
     def check(self, rule: str, is_so: bool, evidence: Mapping[str, float] | None = None) -> None:
         self._tallies.check(rule, is_so, self.name or None, self.name, evidence or {})
 
-    def judge(self, found: Mapping[str, Tensor | None], record: StepRecord, varies: bool | None) -> None:
+    def judge(self, found: Sequence[Tensor | None], record: StepRecord, varies: bool | None) -> None:
         """Report what is odd in the batch of a step; ``varies``: what the user has declared."""
-        fingerprint, look, sums = found["fingerprint"], found["look"], found["sums"]
+        fingerprint, look, sums = found
         # a NaN may stand for a value that is missing, and a mask may be infinite: what the model makes of it decides
         norm = record.values.get(Key(SUMMARY, "", "grad_norm"), 0.0)
         if sums is not None and not bool(sums.isfinite().all()) and not math.isfinite(norm):
@@ -520,7 +501,10 @@ class DataCheck(Check):
     name, part = "data_check", "data"
 
     def __init__(self, every: int, varies: bool | None) -> None:
+        super().__init__()
         self._every, self._varies = every, varies
+        self._targets, self._players = Targets(self.tallies), Players(self.tallies)
+        self._acting = Acting(lambda **facts: self.context.annotate_run(**facts))
         self._parts: dict[int, _Part] = {}  # by the module's identity
         self._root: weakref.ref[nn.Module] | None = None
         self._new_layers = MadeInForward()
@@ -531,12 +515,7 @@ class DataCheck(Check):
         self._last: int | None = None  # the last step that is looked at
         self._look: _Look | None = None
         self._open: dict[int, _Look] = {}  # of steps whose record is still to come
-        self._is_paused, self._has_root = False, True
-
-    def attach(self, context: PluginContext) -> None:
-        super().attach(context)
-        self._targets, self._acting = Targets(self.tallies), Acting(context.annotate_run)
-        self._players = Players(self.tallies)
+        self._has_root = True
 
     @property
     def acts(self) -> bool:
@@ -549,11 +528,11 @@ class DataCheck(Check):
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin to look, unless a compiler would have to trace the hooks."""
-        self.on_detach()
+        self._end()
         self._looked, self._last = 0, None
         self.tallies.write_facts(begins=True)
         self._has_root, self._root = _has_forward(module), weakref.ref(module)
-        owned = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+        owned = set(map(id, parameters_of(*optimizers)))
         self._parts = {}
         for name, called in _called_modules(module):
             if id(called) in self._parts:
@@ -565,11 +544,11 @@ class DataCheck(Check):
                 self._handles.of_module(called.register_forward_hook(ModuleHook(self._returned)))
                 _networks.add(part)
 
-    def on_pause(self, is_paused: bool) -> None:
-        """What the model gets meanwhile is no batch of the training."""
-        self._is_paused = is_paused
-
     def on_detach(self) -> None:
+        super().on_detach()
+        self._end()
+
+    def _end(self) -> None:
         self._remove_hooks()
         self._new_layers.end()
         self._look = None
@@ -583,7 +562,11 @@ class DataCheck(Check):
     # --- hooks ---------------------------------------------------------------------------------------------------------------
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if self._is_paused or torch._C._current_graph_task_id() != -1 or torch._C._functorch.peek_interpreter_stack() is not None:
+        if (
+            self.context.is_paused
+            or torch._C._current_graph_task_id() != -1
+            or torch._C._functorch.peek_interpreter_stack() is not None
+        ):
             return
         step = self.context.coming_step
         self._last = step + SPAN if self._last is None else self._last
@@ -634,7 +617,7 @@ class DataCheck(Check):
         if made := self._new_layers.end():
             self.context.call(self.tallies.seen, "unregistered-parameters", None, (), {"tensors made anew in each forward": made})
         look = self._look
-        if self._is_paused or torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
+        if self.context.is_paused or torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
             return
         if len(_networks) > 1:  # of any monitors; else nothing has to be noted
             self.context.call(self._play, module, args, result)
@@ -642,7 +625,8 @@ class DataCheck(Check):
             self.context.call(self._follow, look, module, result)
 
     def _play(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        made(module, result)
+        if type(result) is Tensor and torch.is_floating_point(result) and result.layout is torch.strided:
+            _makers[result.untyped_storage()] = weakref.ref(module)  # with or without a graph
         if (answers := output_of(result)) is None or (role := role_of(module, batch_tensors(args, {}), answers)) is None:
             return
         if role not in self._pushes:  # the first of a step is enough
@@ -681,7 +665,9 @@ class DataCheck(Check):
         look, self._look = self._look, None
         if self._pushes and step.is_monitored and step.buffer is not None:
             pushes, self._pushes = self._pushes, {}
-            step.buffer.extras.update((f"{self.name}/{role}", push) for role, push in of_one_pair(pushes).items())
+            # of two networks that were both trained by their answers
+            pairs = [pair for pair, role in pushes if role == ANSWERS and (pair, MAKES) in pushes]
+            step.buffer.extras.update((f"{self.name}/{role}", pushes[pair, role]) for pair in pairs for role in ROLES)
         if look is None or look.step != step.number or not step.is_monitored or step.buffer is None:
             return
         step.buffer.extras.update((f"{self.name}/{name}", numbers) for name, numbers in look.found.items())
@@ -692,24 +678,20 @@ class DataCheck(Check):
             self._remove_hooks()
 
     def on_record(self, record: StepRecord) -> None:
-
-        def found(*names: str) -> dict[str, Tensor | None]:
-            return {name: record.extras.get(f"{self.name}/{name}") for name in names}
-
-        if record.extras:
-            one, other = found(*ROLES).values()
-            if one is not None and other is not None:
-                self._players.add(one.tolist(), other.tolist(), record.step)
         seen = self._open.pop(record.step, None)
+        if seen is None and not record.extras:
+            return
+        found = {name.removeprefix(f"{self.name}/"): numbers for name, numbers in record.extras.items()}
+        if ANSWERS in found and MAKES in found:
+            self._players.add(found[ANSWERS].tolist(), found[MAKES].tolist(), record.step)
         if seen is None:
             return
-        rows, facts, loss, arguments, own = found("rows", "head", "loss", "arguments", "own").values()
+        rows, facts, loss, arguments, own = map(found.get, ("rows", "head", "loss", "arguments", "own"))
         for shares in (arguments, own):
             if shares is not None:
                 judge(shares.tolist(), self.tallies)
         for module, part in self._parts.items():
-            each = {name: record.extras.get(f"{self.name}/{name}{part.name}") for name in ("fingerprint", "look", "sums")}
-            part.judge(each, record, self._varies)
+            part.judge([found.get(f"{name}{part.name}") for name in ("fingerprint", "look", "sums")], record, self._varies)
             calls = seen.calls.get(module)  # the setup check has the mode of the whole model
             if part.has_modes and not self._has_root and calls is not None and calls.forwards:
                 root = None if self._root is None else self._root()

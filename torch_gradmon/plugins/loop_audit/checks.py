@@ -25,7 +25,7 @@ from ...capture.loss_graph import (
     operation_of,
     reaches_input,
 )
-from ...step.model_index import FsdpParameterRef, ModelIndex, Place
+from ...step.model_index import FsdpParameterRef, ModelIndex, Place, parameters_of
 from ...step.ranks import local_part
 from ..tallies import Tallies
 
@@ -216,9 +216,9 @@ class ScalerChecks:
 
 
 def _norm_and_largest(optimizer: Optimizer) -> tuple[float, float]:
-    found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    found = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
     # of any size, unlike probes
-    gradients: list[Tensor] = [g for g in found if type(g) is Tensor and g.layout is torch.strided and not g.requires_grad]
+    gradients = [g for g in found if type(g) is Tensor and g.layout is torch.strided and not g.requires_grad]
     if not gradients or not any(map(is_plain, gradients)):
         return math.nan, math.nan
     norms = [torch.linalg.vector_norm(g) for g in gradients]
@@ -236,8 +236,6 @@ _ELEMENTS, _UNITS, _EXACT = 1 << 14, 4, 1e-3
 
 
 class GradientWrites:
-    """The writes to the gradients of one optimizer."""
-
     def __init__(self) -> None:
         self.is_unclear = self._is_settled = False  # there are some between accumulations, whose kind is not known yet, or known
         self.clears = False  # those writes set gradients to zero
@@ -581,23 +579,17 @@ class ProbedOptimizer:
         self._absent, self.probe, self.silent = 0, None, 0
         if optimizer is None or inventory is None:
             return
-        self.owned = owned = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+        self.owned = frozenset(map(id, parameters_of(optimizer)))
         found = [
-            (parameter.numel(), number)
-            for number, place in enumerate(inventory.references)
-            if (parameter := place()) is not None
-            and id(parameter) in owned
-            and parameter.requires_grad
-            and (parameter.grad is not None or not with_gradient)
+            each
+            for each in inventory.there()
+            if id(each[1]) in self.owned and each[1].requires_grad and (each[1].grad is not None or not with_gradient)
         ]
         if found:
-            _, number = min(found)
-            place = inventory.references[number]
-            others = [each for size, each in found if size <= _LARGEST and each != number]
-            chosen = others[:: max(1, len(others) // (_PLACES - 1))][: _PLACES - 1]
-            self.unattached.places = [place, *(inventory.references[each] for each in chosen)]
-            if (parameter := place()) is not None:
-                self.probe = Probe("" if self._is_alone else inventory.names[number], place, parameter)
+            name, parameter, place = chosen = min(found, key=lambda each: each[1].numel())
+            others = [each[2] for each in found if each is not chosen and each[1].numel() <= _LARGEST]
+            self.unattached.places = [place, *others[:: max(1, len(others) // (_PLACES - 1))][: _PLACES - 1]]
+            self.probe = Probe("" if self._is_alone else name, place, parameter)
 
     def rests(self) -> bool:
         """Whether it has never stepped, though its parameters get gradients."""
@@ -607,7 +599,7 @@ class ProbedOptimizer:
 
     def names(self, inventory: ModelIndex) -> tuple[str, ...]:
         """Its parameters; the module that has them all, if they have one that is not the whole model."""
-        found = [n for n, place in zip(inventory.names, inventory.references, strict=True) if id(place()) in self.owned]
+        found = [name for name, parameter, _ in inventory.there() if id(parameter) in self.owned]
         common = "".join(one + "." for one in _common([name.split(".")[:-1] for name in found]))
         return (common.removesuffix("."),) if common else tuple(found)
 
@@ -700,7 +692,7 @@ class ProbedOptimizer:
 
     def _step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int) -> bool:
         """Judge a probe without a gradient. Returns whether other parameters have one: it may be the turn of another optimizer."""
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        if any(parameter.grad is not None for parameter in parameters_of(optimizer)):
             self._is_called()
             self._futile = 0
             return True

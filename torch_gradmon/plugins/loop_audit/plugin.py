@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
-from ...step.model_index import PLAIN_GRADIENTS, ModelIndex, Place
+from ...step.model_index import PLAIN_GRADIENTS, ModelIndex, Place, parameters_of
 from ...step.planner import Planner
 from ...step.ranks import is_dtensor, local_part
 from ..tallies import Check, Tallies
@@ -42,7 +42,7 @@ class OwnershipChecks:
         inventory = planner.inventory
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._aliases = {name: tuple(others) for name, others in inventory.aliases.items()}
-        self._initial = {name: _identity(place()) for name, place in zip(inventory.names, inventory.references, strict=True)}
+        self._initial = {name: _identity(parameter) for name, parameter, _ in inventory.there()}
         self._hooked: set[str] = set()  # of the initial ones, those with hooks that are none of a monitor's
         self._unowned: Sample | None = None
         self._frozen: Sample | None = None  # some steps compare it before and after
@@ -86,26 +86,17 @@ class OwnershipChecks:
         sizes = [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
         if (inventory, sizes) == self._cleared:
             return
-        found = {
-            name: (parameter, place)
-            for name, place in zip(inventory.names, inventory.references, strict=True)
-            if (parameter := place()) is not None
-        }
-        owned = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        suspicions = (
-            self._are_untied(),
-            self._are_unowned(found, owned),
-            self._are_frozen(found, owned),
-            self._are_replaced(found, owned),
-        )
+        found = {name: (parameter, place) for name, parameter, place in inventory.there()}
+        owned = {id(parameter): parameter for parameter in parameters_of(*optimizers)}
+        of_all = (self._are_unowned, self._are_frozen, self._are_replaced)
+        suspicions = [self._are_untied(), *(are_so(found, owned) for are_so in of_all)]
         # no check is needed until the model or the optimizers change
         self._cleared = (None, []) if any(suspicions) else (inventory, sizes)
 
     def _note_hooks(self) -> None:
         """Note which of the initial parameters that are still there have hooks of the loop's own."""
-        for name, place in zip(self._inventory.names, self._inventory.references, strict=True):
-            parameter = place()
-            if parameter is not None and self._initial.get(name) == _identity(parameter):
+        for name, parameter, _ in self._inventory.there():
+            if self._initial.get(name) == _identity(parameter):
                 (self._hooked.add if _has_hooks(parameter) else self._hooked.discard)(name)
 
     def _are_untied(self) -> bool:
@@ -118,14 +109,10 @@ class OwnershipChecks:
         """Whether nearly all are other tensors now, and hooks of the loop were lost with them. A few are replaced deliberately, all by a
         checkpoint or a conversion.
         """
-        replaced = [
-            name
-            for name, (parameter, _) in found.items()
-            if (known := self._initial.get(name)) and known != _identity(parameter) and known[1] == parameter.shape
-        ]
-        lost = [
-            name for name in replaced if id(found[name][0]) in owned and name in self._hooked and not _has_hooks(found[name][0])
-        ]
+        now = {name: parameter for name, (parameter, _) in found.items()}
+        known = {name: self._initial.get(name, (0, None)) for name in now}
+        replaced = [name for name, p in now.items() if known[name][1] == p.shape and known[name] != _identity(p)]
+        lost = [name for name in replaced if id(now[name]) in owned and name in self._hooked and not _has_hooks(now[name])]
         is_so = bool(lost) and len(replaced) > _NEARLY_ALL * len(found)
         self._tallies.check("dead-hooks", is_so, where=tuple(lost), evidence={"parameters": len(lost)})
         return is_so
@@ -197,8 +184,8 @@ def _has_hooks(parameter: Tensor) -> bool:
     return any(not isinstance(hook, Hook) for hooks in kinds if hooks for hook in [*hooks.values()])
 
 
-def _identity(parameter: Tensor | None) -> tuple[int, torch.Size]:
-    return (0, torch.Size()) if parameter is None else (id(parameter), parameter.shape)
+def _identity(parameter: Tensor) -> tuple[int, torch.Size]:
+    return id(parameter), parameter.shape
 
 
 # --- Sampling of steps: a loop without findings for a long time is audited only in some of its steps ---
@@ -260,11 +247,12 @@ class LoopAudit(Check):
     name, part = "loop_audit", "audit"
 
     def __init__(self, planner: Planner) -> None:
+        super().__init__()
         self._planner, self._handles = planner, Handles()
         self._is_paused = False  # events are no part of training at the moment
         self._steps = 0  # since the audit began, without those that a scaler has prevented
         self._forwards = self._most_forwards = 0  # since the last step of any optimizer, and the most between two
-        self.on_detach()
+        self._end()
 
     def sees_alternation(self) -> bool:
         """Whether the optimizers have gradients of different numbers of backward passes since their last steps."""
@@ -280,6 +268,10 @@ class LoopAudit(Check):
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
     def on_detach(self) -> None:
+        super().on_detach()
+        self._end()
+
+    def _end(self) -> None:
         self._handles.remove()
         self._optimizers: dict[int, ProbedOptimizer] = {}
         self._probed: list[ProbedOptimizer] = []  # those that may have a probe
@@ -294,7 +286,7 @@ class LoopAudit(Check):
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin to audit a loop. Its mistakes show in ``.grad``, so none where an engine has gradients elsewhere."""
-        self.on_detach()
+        self._end()
         if self._planner.source is not PLAIN_GRADIENTS:
             return
         self._ownership = OwnershipChecks(self._planner, self.tallies, optimizers)
@@ -335,7 +327,8 @@ class LoopAudit(Check):
         """Record that all optimizers were garbage-collected; the loop has warned about it."""
         self.tallies.seen("unattached-optimizer", warns=False)
 
-    def may_miss(self) -> int:
+    @property
+    def may_miss(self) -> int:  # type: ignore[override]
         """The steps of a pause, until the next check of all parameters."""
         ownership = self._ownership
         if ownership is None or not (self._rest.is_on and self._is_current and self.tallies.is_empty):
@@ -357,8 +350,7 @@ class LoopAudit(Check):
             self._register()
 
     def _accumulated_hook(self, key: int, probe: Probe, parameter: Tensor) -> None:
-        # as compiled autograd does; or another probe has taken its place, whose hook is yet to come
-        probed = None if torch.compiler.is_dynamo_compiling() else self._optimizers.get(key)
+        probed = self._optimizers.get(key)  # another probe may have taken its place, whose hook is yet to come
         if probed is not None and probe is probed.probe:
             self.context.call(self._accumulated, probed, probe, parameter)
 

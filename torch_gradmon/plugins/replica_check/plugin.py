@@ -10,8 +10,7 @@ import statistics
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -29,6 +28,7 @@ from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
 from ...step.buffer import DeviceToHostCopy
 from ...step.exchange import BoundedStore
+from ...step.model_index import parameters_of
 from ...step.planner import Planner
 from ...step.plugin import Plugin
 from ...step.ranks import Ranks, digest_of, is_dtensor, local_part
@@ -92,7 +92,6 @@ class Common:
 
     @property
     def wrapper(self) -> DistributedDataParallel | None:
-        """The only DDP module, if there is one alone."""
         return self._wrappers[0]() if len(self._wrappers) == 1 else None
 
     @property
@@ -100,12 +99,12 @@ class Common:
         """Whether ranks may be in different steps, within ``join()``."""
         return any(module._join_config.enable for reference in self._wrappers if (module := reference()) is not None)
 
-    def copies(self, parameter: Tensor) -> str:
-        """A name of the ranks over which DDP copies the parameter; empty if these are all, or it is below no DDP.
+    def copies(self, *parameters: Tensor) -> str:
+        """A name of the ranks over which DDP copies the first parameter; empty if these are all, or it is below no DDP.
 
         Other ranks have other parts of the model, as in tensor parallelism by plain tensors.
         """
-        return self._copies.get(id(parameter), "")
+        return self._copies.get(id(parameters[0]), "") if parameters else ""
 
     def items(self, kind: str, name: str, tensor: Tensor, copies: str) -> Iterator[Item]:
         """One for each set of ranks that have ``tensor``, or this part of it; none if only this rank has it."""
@@ -125,59 +124,48 @@ class Common:
         is_distinct = self._distinct is not None and self._distinct.search(name)
         return not (is_marked or is_distinct or id(tensor) in self._ignored)
 
+    def of_optimizer(self, optimizer: Optimizer, names: Mapping[int, str], is_averaged: bool, first: int) -> Iterator[Item]:
+        """Everything that ranks must have in common when the optimizer has stepped; with ``is_averaged`` only parameters, since ranks train
+        by themselves and average them now and then. ``names`` of parameters, by id; ``first``: its first group's number among all
+        optimizers'.
+        """
+        for number, group in enumerate(optimizer.param_groups, first):
+            rate = group.get("lr")
+            if isinstance(rate, (int, float)):
+                rate = torch.tensor(float(rate), dtype=torch.float64, device="cpu")
+            if isinstance(rate, Tensor):
+                yield from self.items(NUMBER, rate_name(number), rate, self.copies(*group["params"]))
+            for parameter in group["params"]:
+                name = names.get(id(parameter))
+                if name is None or not self.includes(name, parameter):
+                    continue
+                copies, found = self.copies(parameter), [(PARAMETER, name, parameter)]
+                if not is_averaged:
+                    state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if isinstance(value, Tensor)}
+                    found += [] if parameter.grad is None else [(GRADIENT, name, parameter.grad)]
+                    found += [(STATE, f"{name}/{key}", state[key]) for key in sorted(state)]
+                for each in found:
+                    yield from self.items(*each, copies)
 
-def items_of(
-    optimizer: Optimizer, names: Mapping[int, str], common: Common, is_averaged: bool = False, first: int = 0
-) -> Iterator[Item]:
-    """Everything that ranks must have in common when the optimizer has stepped; with ``is_averaged`` only parameters, since ranks train by
-    themselves and average them now and then. ``names`` of parameters, by id; ``first``: its first group's number among all optimizers'.
-    """
-    for number, group in enumerate(optimizer.param_groups, first):
-        copies = next(map(common.copies, group["params"]), "")
-        rate = group.get("lr")
-        if isinstance(rate, (int, float)):
-            rate = torch.tensor(float(rate), dtype=torch.float64, device="cpu")
-        if isinstance(rate, Tensor):
-            yield from common.items(NUMBER, rate_name(number), rate, copies)
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None or not common.includes(name, parameter):
-                continue
-            copies = common.copies(parameter)
-            yield from common.items(PARAMETER, name, parameter, copies)
-            if is_averaged:
-                continue
-            if parameter.grad is not None:
-                yield from common.items(GRADIENT, name, parameter.grad, copies)
-            state = optimizer.state.get(parameter, {})
-            for key in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
-                yield from common.items(STATE, f"{name}/{key}", state[key], copies)
+    def of_parameters(self, parameters: Mapping[str, Tensor]) -> Iterator[Item]:
+        for name, parameter in parameters.items():
+            if self.includes(name, parameter):
+                yield from self.items(PARAMETER, name, parameter, self.copies(parameter))
 
+    def of_buffers(self, module: DistributedDataParallel) -> Iterator[Item]:
+        """Those that it has just sent."""
+        copies = self.copies(*module.parameters())
+        ignored: Any = module.parameters_to_ignore
+        for name, buffer in module.module.named_buffers():
+            if name not in ignored and self.includes(name, buffer):
+                yield from self.items(BUFFER, name, buffer, copies)
 
-def others_of(parameters: Mapping[str, Tensor], common: Common) -> Iterator[Item]:
-    """Parameters that no optimizer has, by name."""
-    for name, parameter in parameters.items():
-        if common.includes(name, parameter):
-            yield from common.items(PARAMETER, name, parameter, common.copies(parameter))
-
-
-def buffers_of(module: DistributedDataParallel, common: Common) -> Iterator[Item]:
-    """Those that it has just sent."""
-    copies = next(map(common.copies, module.parameters()), "")
-    ignored: Any = module.parameters_to_ignore
-    for name, buffer in module.module.named_buffers():
-        if name not in ignored and common.includes(name, buffer):
-            yield from common.items(BUFFER, name, buffer, copies)
-
-
-def scale_items(scaler: torch.amp.GradScaler | None, optimizer: Optimizer, common: Common) -> Iterator[Item]:
-    """The scale of a GradScaler, and its count of steps since that grew."""
-    copies = next((common.copies(parameter) for group in optimizer.param_groups for parameter in group["params"]), "")
-    scale, count = scale_of(scaler), getattr(scaler, "_growth_tracker", None)
-    if isinstance(scale, Tensor):
-        yield from common.items(NUMBER, SCALE, scale, copies)
-    if isinstance(count, Tensor):
-        yield from common.items(NUMBER, "steps since the GradScaler's scale grew", count, copies)
+    def of_scaler(self, scaler: torch.amp.GradScaler | None, optimizer: Optimizer) -> Iterator[Item]:
+        copies = self.copies(*parameters_of(optimizer))
+        numbers = {SCALE: scale_of(scaler), "steps since the GradScaler's scale grew": getattr(scaler, "_growth_tracker", None)}
+        for name, number in numbers.items():
+            if isinstance(number, Tensor):
+                yield from self.items(NUMBER, name, number, copies)
 
 
 def rate_name(group: int) -> str:
@@ -212,20 +200,21 @@ class Snapshot:
 
     def __init__(self, step: int) -> None:
         self.step = step
+        # what has landed: a digest of the batch, if it is known, and all others by what ranks should have in common; ranks with other
+        # parameters have other keys
+        self.batch: str | None = None
+        self.by_share: dict[str, dict[tuple[str, str], int]] = {}
         self._labels: list[tuple[str, str, str]] = []
         self._layout: list[tuple[str, str, tuple[int, ...], str]] = []
         self._parts: list[Tensor] = []
         self._batch, self._has_buffers = 0, False
-        self._copy: DeviceToHostCopy | None = None
 
     def add_batch(self, tensors: Sequence[Tensor]) -> None:
-        """Take the fingerprints of this rank's first batch of the step."""
         if not self._batch and tensors and not self._parts and len({tensor.device for tensor in tensors}) == 1:
             self._batch = len(tensors)
             self._parts.append(packed(fingerprints(tensors)))
 
     def add_buffers(self, items: Sequence[Item]) -> None:
-        """Take the fingerprints of buffers as they are in the first pass of the step."""
         if not self._has_buffers:
             self._has_buffers = True
             self.add(items)
@@ -240,36 +229,16 @@ class Snapshot:
         parameters = [item for item in items if item.kind == PARAMETER]
         self._layout += [(item.share, item.name, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in parameters]
 
-    def start_copy(self) -> None:
-        self._copy = DeviceToHostCopy(self._parts)
-
-    def is_ready(self) -> bool:
-        return self._copy is not None and self._copy.is_ready()
-
-    @cached_property
-    def _values(self) -> list[int]:
-        assert self._copy is not None
-        parts = [unpacked(part) for part in self._copy.land()]
-        found: list[int] = torch.cat(parts).tolist() if parts else []
-        return found
-
-    @property
-    def batch(self) -> str | None:
-        """A digest of the batch; None if it is not known."""
-        return digest_of(self._values[: self._batch]) if self._batch else None
-
-    @cached_property
-    def by_share(self) -> Mapping[str, Found]:
-        """Fingerprints by what ranks should have in common. Ranks with other parameters have other keys. Waits for the copy."""
-        layout = digest_of(sorted(self._layout))
-        found: dict[str, dict[tuple[str, str], int]] = {}
-        for (share, kind, name), value in zip(self._labels, self._values[self._batch :], strict=True):
-            found.setdefault(f"{layout}|{share}", {})[kind, name] = value
-        return found
-
-    def digests(self) -> dict[str, str]:
-        """One digest for each share: equal if all fingerprints are."""
-        return {share: digest_of(sorted(found.items())) for share, found in self.by_share.items()}
+    def land(self) -> Generator[None, None, None]:
+        """Copy all of them to the host, and yield until they are there."""
+        copy = DeviceToHostCopy(self._parts)
+        while not copy.is_ready():
+            yield
+        parts, layout = [unpacked(part) for part in copy.land()], digest_of(sorted(self._layout))
+        values: list[int] = torch.cat(parts).tolist() if parts else []
+        self.batch = digest_of(values[: self._batch]) if self._batch else None
+        for (share, kind, name), value in zip(self._labels, values[self._batch :], strict=True):
+            self.by_share.setdefault(f"{layout}|{share}", {})[kind, name] = value
 
 
 # --- Where ranks leave their messages: the key-value store of ``torch.distributed`` ---
@@ -301,7 +270,6 @@ class Board:
         return self._training != before
 
     def put(self, name: str, message: Any) -> None:
-        """Leave a message of this rank, which replaces an earlier one of that name."""
         self._store.call("set", self._key(name, self.rank), json.dumps(message))
         if name not in self._counted:
             self._counted.add(name)
@@ -372,12 +340,9 @@ def differing(one: Found, other: Found) -> dict[str, list[str]]:
     exchanges gradients itself, or each rank keeps the state of its own parameters. State that only one rank has is of that kind too.
     """
     kinds: dict[str, list[str]] = {}
-    for kind, name in one:
-        if (kind, name) in other and one[kind, name] != other[kind, name]:
-            kinds.setdefault(kind, []).append(name)
-    for kind, name in {*one} ^ {*other}:
-        if kind == GRADIENT:
-            kinds.setdefault(kind, []).append(name)
+    alone = [key for key in {*one} ^ {*other} if key[0] == GRADIENT]
+    for kind, name in (*(key for key in one if key in other and one[key] != other[key]), *alone):
+        kinds.setdefault(kind, []).append(name)
     if PARAMETER in kinds:
         return kinds
     sizes = Counter(_sort_of(*key) for key in one)
@@ -596,7 +561,7 @@ class ReplicaCheck(Plugin):
         self._ranks, self._planner = ranks, planner
         self._records, self._recorded = records, recorded
         self._board: Board | None = None
-        self._has_own_batches = self._is_paused = False
+        self._has_own_batches = False
         self._brings_buffers = False  # DDP is called, and sends them before it calls the module
         self._has_others = False  # parameters that no optimizer has were compared
         self._has_joined = False
@@ -605,7 +570,6 @@ class ReplicaCheck(Plugin):
         self._forget()
 
     def _forget(self) -> None:
-        """Begin with the next step of an optimizer, and know nothing of checks before."""
         self._end()
         self._due: int | None = None  # None: in the next step of an optimizer
         self._last_good: int | None = None  # the last step in which nothing differed
@@ -614,13 +578,11 @@ class ReplicaCheck(Plugin):
         self._streaks: dict[str, Streak] = {}
 
     def _end(self) -> None:
-        """The check is over."""
         self._snapshot: Snapshot | None = None
-        self._is_comparing = self.watches_idle_steps = False  # no more comes to the snapshot, and ranks compare it
+        self.watches_idle_steps = False
+        # no more comes to the snapshot, and ranks compare it
+        self._messages: Generator[None, None, list[LoopFinding]] | None = None
         self._taken: set[int] = set()  # ids of the optimizers in the snapshot
-        self._left: set[str] = set()  # names of the messages that this rank has left
-        self._own: dict[str, Any] | None = None
-        self._suspects: list[Suspects] = []
 
     def facts(self) -> list[LoopFinding]:
         return list(self._facts.values())
@@ -645,18 +607,14 @@ class ReplicaCheck(Plugin):
         if self._board is not None and is_ddp(called):
             self._handles.of_module(called.module.register_forward_pre_hook(ModuleHook(self._inner_called), prepend=True))
 
-    def on_pause(self, is_paused: bool) -> None:
-        """What the model gets meanwhile is no batch of the training."""
-        self._is_paused = is_paused
-
     def on_detach(self) -> None:
-        """Take the hook on the model away, and forget a check that is not over."""
         self._handles.remove()
         self._forget()
         self._board, self._common = None, Common(self._distinct)
         self._has_others = self._has_joined = False
 
-    def may_miss(self) -> int:
+    @property
+    def may_miss(self) -> int:  # type: ignore[override]
         if self._board is None:
             return sys.maxsize
         if self._snapshot is not None or self._due is None:
@@ -672,18 +630,16 @@ class ReplicaCheck(Plugin):
 
     def _is_due(self, step: int) -> bool:
         """Whether ``step`` is that of a check, or the first one after it in which ranks have just averaged their parameters."""
-        return (self._due is None or step >= self._due) and step % self._sync_every == 0 and not self._is_comparing
+        return (self._due is None or step >= self._due) and step % self._sync_every == 0 and self._messages is None
 
     # --- a check -------------------------------------------------------------------------------------------------------------
 
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Take the fingerprints of parameters that ranks have just averaged."""
-        if self._sync_every > 1:
+        if self._sync_every > 1:  # ranks have just averaged their parameters
             self._take_fingerprints(optimizer)
 
     def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Take the fingerprints: gradients are still there, also those that a closure has computed."""
-        if self._sync_every == 1:
+        if self._sync_every == 1:  # gradients are still there, also those that a closure has computed
             self._take_fingerprints(optimizer)
 
     def _take_fingerprints(self, optimizer: Optimizer) -> None:
@@ -700,13 +656,12 @@ class ReplicaCheck(Plugin):
         optimizers, names = list(self.context.optimizers), self._names()
         before = optimizers[: optimizers.index(optimizer)] if optimizer in optimizers else []
         first = sum(len(each.param_groups) for each in before)
-        items = list(items_of(optimizer, names, self._common, self._sync_every > 1, first))
+        items = list(self._common.of_optimizer(optimizer, names, self._sync_every > 1, first))
         if not self._taken and self._sync_every == 1:
-            items += scale_items(self.context.scaler, optimizer, self._common)
+            items += self._common.of_scaler(self.context.scaler, optimizer)
         if not self._has_others:
-            owned = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-            others = {name: p for name, p in self._parameters() if id(p) not in owned}
-            items += others_of(others, self._common)
+            owned = set(map(id, parameters_of(*optimizers)))
+            items += self._common.of_parameters({name: p for name, p in self._parameters() if id(p) not in owned})
             self._has_others = True
         self._begin(step).add(items)
         self._taken.add(id(optimizer))
@@ -722,14 +677,14 @@ class ReplicaCheck(Plugin):
             self.context.call(self._take_buffers, step)
 
     def _trains(self, module: nn.Module) -> bool:
-        return module.training and torch.is_grad_enabled() and not self._is_paused
+        return module.training and torch.is_grad_enabled() and not self.context.is_paused
 
     def _take_batch(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begin(step).add_batch(batch_in(args, kwargs))
 
     def _take_buffers(self, step: int) -> None:
         if (module := self._common.wrapper) is not None:
-            self._begin(step).add_buffers(list(buffers_of(module, self._common)))
+            self._begin(step).add_buffers(list(self._common.of_buffers(module)))
 
     def _begin(self, step: int) -> Snapshot:
         if self._snapshot is None:
@@ -738,34 +693,33 @@ class ReplicaCheck(Plugin):
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         inventory = self._planner.inventory
-        for name, reference in () if inventory is None else zip(inventory.names, inventory.references, strict=True):
-            # a part whose other elements are on other ranks is no copy
-            if (parameter := reference()) is not None and not self._planner.source.is_part(parameter):
+        for name, parameter, _ in () if inventory is None else inventory.there():
+            if not self._planner.source.is_part(parameter):  # whose other elements are on other ranks, so that it is no copy
                 yield name, parameter
 
     def _names(self) -> Mapping[int, str]:
         return {id(self._planner.source.stepped(parameter)): name for name, parameter in self._parameters()}
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        """Go on with the check, whose messages take a few steps."""
         snapshot, board, now = self._snapshot, self._board, self.context.step or 0
         if board is None or snapshot is None or not self._taken:
             return
-        if not self._is_comparing:
+        if self._messages is None:
             if now < snapshot.step:
                 return
-            snapshot.start_copy()
-            self._is_comparing = True
+            self._messages = self._exchanged(snapshot, board)
+        verdict: list[LoopFinding] = []
         try:
-            verdict = self._go_on(snapshot, board)
-            if verdict is None and now <= snapshot.step + PATIENCE:
+            next(self._messages)
+            if now <= snapshot.step + PATIENCE:
                 return
-            if verdict is None:
-                verdict = self._not_compared(snapshot.step, board)
+            verdict = self._not_compared(snapshot.step, board)
+        except StopIteration as ended:
+            verdict = ended.value
         except TimeoutError:  # the store stands still; the next check asks again
-            verdict = []
+            pass
         except torch.distributed.DistNetworkError:  # the process that has the store has ended, as at the end of a training
-            self._board, verdict = None, []
+            self._board = None
         for fact in verdict:
             self._take(fact)
         if verdict:
@@ -795,38 +749,67 @@ class ReplicaCheck(Plugin):
 
     # --- the messages of ranks about one check, over a few steps -----------------------------------------------------------------
 
-    def _go_on(self, snapshot: Snapshot, board: Board) -> list[LoopFinding] | None:
-        """Leave the messages that are due. Returns the verdict once it is known; waits for nothing."""
-        if not snapshot.is_ready():
-            return None
-        if board.has_changed():
-            self._left.clear()
-        if self._own is None:  # the same if it has to be left again
-            self._own = self._first_message(snapshot)
-        self._leave("digests", self._own)
-        if board.rank == 0:
-            self._judge(snapshot, board)
-        question = self._read("question", [0])
-        if question is None:
-            return None
-        facts = [LoopFinding.of_dict(fact) for fact in question[0]["facts"]]
-        if not question[0]["ranks"]:
-            if question[0]["compared"]:
-                self._last_good = snapshot.step
-            return facts
-        if board.rank in question[0]["ranks"]:
-            self._answer(snapshot)
-        verdict = self._read("verdict", [0])
-        if verdict is None:
-            return None
-        if not verdict[0]["facts"]:  # what differs does so on purpose
-            self._last_good = snapshot.step
-        return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
+    def _exchanged(self, snapshot: Snapshot, board: Board) -> Generator[None, None, list[LoopFinding]]:
+        """Returns the verdict; yields, once in each step, as long as a message is missing: nothing waits for another rank. The first rank
+        asks those that differ what does, and since when.
+        """
+        step, is_first, left = snapshot.step, board.rank == 0, dict[str, Any]()
+
+        def put(name: str, message: Mapping[str, Any]) -> None:
+            left[name] = {"step": step, **message}
+            board.put(name, left[name])
+
+        def read(name: str, ranks: Sequence[int]) -> Generator[None, None, dict[int, Any]]:
+            while (found := board.read(name, ranks, step)) is None:
+                yield
+                if board.has_changed():
+                    for each in left.items():
+                        board.put(*each)
+            return found
+
+        yield from snapshot.land()
+        board.has_changed()
+        put("digests", self._first_message(snapshot))
+        differ: list[Suspects] = []
+        pairs: list[list[Found]] = []
+        if is_first:
+            digests = yield from read("digests", range(board.count))
+            differ = suspects({rank: message["shares"] for rank, message in digests.items()})
+            put("question", {"ranks": _asked(differ), **self._question(step, digests)})
+        question = (yield from read("question", [0]))[0]
+        asked, found, is_good = question["ranks"], question["facts"], question["compared"]
+        if board.rank in asked:
+            shares = {share: [[*key, value] for key, value in of.items()] for share, of in snapshot.by_share.items()}
+            put("answer", {"shares": shares})
+            yield  # so that the trace has the next step, in which a difference of state shows
+        if is_first and asked:
+            answers = yield from read("answer", asked)
+            pairs = [[_answered(answers[rank], who.share) for rank in (who.reference, who.odd)] for who in differ]
+            keys = (key for one, other in pairs for key in dict.fromkeys((*one, *other)) if one.get(key) != other.get(key))
+            put("names", {"names": [*dict.fromkeys(parameter_of(*key) for key in keys)][:TRACED_NAMES]})
+        if board.rank in asked:
+            put("trace", self._trace((yield from read("names", [0]))[0]["names"]))
+        if is_first and asked:
+            traces = yield from read("trace", asked)
+            put("verdict", {"facts": [fact.to_dict() for fact in self._verdicts(step, differ, pairs, traces)]})
+        if asked:
+            verdict = (yield from read("verdict", [0]))[0]["facts"]
+            found, is_good = [*found, *verdict], not verdict  # what differs then does so on purpose
+        if is_good:
+            self._last_good = step
+        return [LoopFinding.of_dict(fact) for fact in found]
+
+    def _question(self, step: int, messages: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+        local = {rank: message.get("local", {}) for rank, message in messages.items()}
+        facts = same_batches(step, messages) + ranks_apart(step, local, self._streaks, self._ranks.members)
+        is_compared = compared({rank: message["shares"] for rank, message in messages.items()})
+        return {"facts": [fact.to_dict() for fact in facts], "compared": is_compared}
 
     def _first_message(self, snapshot: Snapshot) -> dict[str, Any]:
         local = self._next_ranges(snapshot.step) if self._sync_every == 1 and self._has_own_batches else {}
         before, self._batch = self._batch, snapshot.batch
-        message = {"shares": snapshot.digests(), "batch": snapshot.batch, "batch before": before}
+        shares = {share: digest_of(sorted(found.items())) for share, found in snapshot.by_share.items()}
+        message = {"shares": shares, "batch": snapshot.batch, "batch before": before}
         return {**message, "local": local} if local else message
 
     def _next_ranges(self, step: int) -> dict[str, list[float]]:
@@ -840,53 +823,11 @@ class ReplicaCheck(Plugin):
                 self._seen[kind] = step
         return found
 
-    def _answer(self, snapshot: Snapshot) -> None:
-        if "answer" not in self._left:
-            found = snapshot.by_share.items()
-            shares = {share: [[kind, name, value] for (kind, name), value in of.items()] for share, of in found}
-            self._leave("answer", {"shares": shares})
-        if "trace" not in self._left and (names := self._read("names", [0])) is not None:
-            self._leave("trace", self._trace(names[0]["names"]))
-
-    def _judge(self, snapshot: Snapshot, board: Board) -> None:
-        """What the first rank does with the messages of the others."""
-        if "question" not in self._left:
-            if (found := self._read("digests", range(board.count))) is None:
-                return
-            digests = {rank: message["shares"] for rank, message in found.items()}
-            self._suspects = suspects(digests)
-            local = {rank: message.get("local", {}) for rank, message in found.items()}
-            facts = [
-                *same_batches(snapshot.step, found),
-                *ranks_apart(snapshot.step, local, self._streaks, self._ranks.members),
-            ]
-            said = [fact.to_dict() for fact in facts]
-            self._leave("question", {"ranks": self._asked, "facts": said, "compared": compared(digests)})
-        asked = self._asked
-        answers = self._read("answer", asked) if asked else None
-        if answers is None or "verdict" in self._left:
-            return
-        found_in = {
-            (rank, share): {(kind, name): value for kind, name, value in of}
-            for rank, message in answers.items()
-            for share, of in message["shares"].items()
-        }
-        pairs = [[found_in.get((rank, who.share), {}) for rank in (who.reference, who.odd)] for who in self._suspects]
-        names: dict[str, None] = {}
-        for reference, other in pairs:
-            differing = [key for key in dict.fromkeys((*reference, *other)) if reference.get(key) != other.get(key)]
-            names.update(dict.fromkeys(parameter_of(*key) for key in differing))
-        self._leave("names", {"names": [*names][:TRACED_NAMES]})
-        if "verdict" not in self._left and (traces := self._read("trace", asked)) is not None:
-            self._leave("verdict", {"facts": [fact.to_dict() for fact in self._verdicts(snapshot.step, pairs, traces)]})
-
-    @property
-    def _asked(self) -> list[int]:
-        return sorted({rank for who in self._suspects for rank in (who.reference, who.odd)})
-
-    def _verdicts(self, step: int, pairs: Sequence[Sequence[Found]], traces: Mapping[int, Any]) -> list[LoopFinding]:
+    def _verdicts(
+        self, step: int, differ: Sequence[Suspects], pairs: Sequence[Sequence[Found]], traces: Mapping[int, Any]
+    ) -> list[LoopFinding]:
         found: dict[str, LoopFinding] = {}
-        for who, (reference, other) in zip(self._suspects, pairs, strict=True):
+        for who, (reference, other) in zip(differ, pairs, strict=True):
             if kinds := differing(reference, other):
                 sizes = Counter(kind for kind, _ in {*reference, *other})
                 fact = self._fact(step, who, kinds, sizes, [traces[rank] for rank in (who.reference, who.odd)])
@@ -941,16 +882,13 @@ class ReplicaCheck(Plugin):
                     norms.update((name, float(table.rows[place[name], Column.SQUARE_SUM]) ** 0.5) for name in there)
         return {"steps": steps, "norms": norms}
 
-    def _leave(self, name: str, message: Mapping[str, Any]) -> None:
-        if name not in self._left and self._board is not None and self._snapshot is not None:
-            self._left.add(name)
-            self._board.put(name, {"step": self._snapshot.step, **message})
 
-    def _read(self, name: str, ranks: Sequence[int]) -> dict[int, Any] | None:
-        """The messages of these ranks about this check; None while one is missing."""
-        if self._board is None or self._snapshot is None:
-            return None
-        return self._board.read(name, ranks, self._snapshot.step)
+def _asked(differ: Sequence[Suspects]) -> list[int]:
+    return sorted({rank for who in differ for rank in (who.reference, who.odd)})
+
+
+def _answered(message: Mapping[str, Any], share: str) -> Found:
+    return {(kind, name): value for kind, name, value in message["shares"].get(share, ())}
 
 
 def _in_words(fact: LoopFinding) -> str:

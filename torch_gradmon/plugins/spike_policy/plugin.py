@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import mmap
 import os
 import shutil
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +30,11 @@ from ...core.keys import SUMMARY, Key
 from ...core.moments import Column, identity
 from ...core.records import SpikeEvent, StepRecord
 from ...spikes.detector_set import DetectorSet
-from ...step.active_step import ActiveStep, Mode, RecordedStep
+from ...step.active_step import ActiveStep, Mode
 from ...step.buffer import StepBuffer
+from ...step.model_index import parameters_of
 from ...step.plan import SourcePlan
+from ...step.planner import Planner
 from ...step.plugin import OptimizerContext, Plugin
 from ...step.ranks import Ranks, local_part
 from ...step.summary import gradient_values
@@ -80,7 +83,7 @@ class Buffers:
             self._modules, self._version = [weakref.ref(module) for module in model.modules()], version
             self._moving, self._counters = set(), {}
         self._seen, left = [], COPIED
-        others: list[tuple[int, int, _Seen, Tensor]] = []
+        others: list[tuple[_Seen, Tensor]] = []
         for number, reference in enumerate(self._modules):
             module = reference()
             for name, buffer in module._buffers.items() if module is not None else ():
@@ -98,9 +101,9 @@ class Buffers:
                     seen.copy = buffer.detach().clone()
                     left -= buffer.nbytes
                 else:
-                    others.append((buffer.nbytes, len(others), seen, buffer))
-        for size, _, seen, buffer in sorted(others, key=lambda each: each[:2]):
-            if (left := left - size) < 0:
+                    others.append((seen, buffer))
+        for seen, buffer in sorted(others, key=lambda each: each[1].nbytes):
+            if (left := left - buffer.nbytes) < 0:
                 break
             seen.copy = buffer.detach().clone()
 
@@ -179,7 +182,7 @@ class Snapshots:
         self._since, self._used = step, None  # even if it fails, so that it is not tried again in every step
         taken = {
             "tensors": [_on_host(tensor) for tensor in _tensors(model, optimizers)],
-            "optimizers": [[_copied(optimizer.state.get(p)) for p in _parameters(optimizer)] for optimizer in optimizers],
+            "optimizers": [[_copied(optimizer.state.get(p)) for p in parameters_of(optimizer)] for optimizer in optimizers],
             "options": [[{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers],
             "also": [_copied(each.state_dict()) for each in self._others()],
         }
@@ -198,13 +201,18 @@ class Snapshots:
         self._check_directory()
         file = Path(self._directory) / f"step{step}.pt"
         leaves, shape = tree_flatten(taken)
+        tensors = {str(place): leaf for place, leaf in enumerate(leaves) if type(leaf) is Tensor}
         with replacing(file) as target:  # a killed run leaves no half of one
-            leaves = [_written(leaf, target) for leaf in leaves]
+            torch.save(tensors, target)
+        leaves = [None if type(leaf) is Tensor else leaf for leaf in leaves]
+        checksum = _checksum(file)
 
         def load() -> Mapping[str, Any]:
-            with file.open("rb") as source:
-                found = [_tensor_in(source, leaf) if isinstance(leaf, _OnDisk) else leaf for leaf in leaves]
-            kept: Mapping[str, Any] = tree_unflatten(found, shape)
+            if _checksum(file) != checksum:
+                raise OSError(f"{str(file)!r} was changed since it was written")
+            # of tensors alone: unpickling could run what somebody else has put there meanwhile
+            found = torch.load(file, map_location="cpu", weights_only=True)
+            kept: Mapping[str, Any] = tree_unflatten([found.get(str(place), leaf) for place, leaf in enumerate(leaves)], shape)
             return kept
 
         return load, file
@@ -267,10 +275,9 @@ class Snapshots:
         while self._kept[-1].step > to:
             self._drop(-1)
         saved = self._kept[-1].load()
-        there = _tensors(model, optimizers)
-        shapes, known = [local_part(t).shape for t in there], [t.shape for t in saved["tensors"]]
-        counts, before = [len(_parameters(o)) for o in optimizers], [len(states) for states in saved["optimizers"]]
-        if shapes != known or counts != before:
+        shapes = [local_part(tensor).shape for tensor in _tensors(model, optimizers)]
+        counts = [len(parameters_of(optimizer)) for optimizer in optimizers]
+        if shapes != [t.shape for t in saved["tensors"]] or counts != [*map(len, saved["optimizers"])]:
             raise ValueError("parameters or buffers have come, gone or changed their shape since")
         self._loaded = saved
 
@@ -284,7 +291,7 @@ class Snapshots:
             for tensor, value in zip(_tensors(model, optimizers), saved["tensors"], strict=True):
                 local_part(tensor).detach().copy_(value)
             for optimizer, states in zip(optimizers, saved["optimizers"], strict=True):
-                for parameter, state in zip(_parameters(optimizer), states, strict=True):
+                for parameter, state in zip(parameters_of(optimizer), states, strict=True):
                     if state is None:
                         optimizer.state.pop(parameter, None)
                     else:
@@ -304,13 +311,12 @@ class Snapshots:
         return found
 
     def forget(self) -> None:
-        """Drop all snapshots."""
         while self._kept:
             self._drop(0)
         if self._directory:
             self._directory = ""
             self._remove()
-        self._used = self._since = None
+        self._used = self._since = self.due = None
 
 
 def _identity(directory: str) -> tuple[int, int]:
@@ -318,29 +324,9 @@ def _identity(directory: str) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-class _OnDisk(NamedTuple):
-    """What a file has the bytes of. The file has nothing else: unpickling could run what somebody else has put there."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    size: int
-    checksum: int
-
-
-def _written(leaf: Any, file: IO[bytes]) -> Any:
-    """Write a tensor; anything else stays as it is."""
-    if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_quantized or not leaf.numel():
-        return leaf
-    data: Any = memoryview(leaf.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
-    file.write(data)
-    return _OnDisk(leaf.dtype, leaf.shape, data.nbytes, zlib.crc32(data))
-
-
-def _tensor_in(file: IO[bytes], leaf: _OnDisk) -> Tensor:
-    data = bytearray(file.read(leaf.size))
-    if len(data) != leaf.size or zlib.crc32(data) != leaf.checksum:
-        raise OSError(f"{file.name!r} was changed since it was written")
-    return torch.frombuffer(data, dtype=leaf.dtype).reshape(leaf.shape)
+def _checksum(file: Path) -> int:
+    with file.open("rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return zlib.crc32(data)
 
 
 def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
@@ -348,9 +334,8 @@ def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
 
     The parameters are those of the optimizers: during a forward of FSDP2 the model has others.
     """
-    owned = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
     buffers = (buffer for buffer in model.buffers() if not is_fixed(buffer))
-    return list({id(tensor): tensor for tensor in (*owned, *buffers)}.values())
+    return list({id(tensor): tensor for tensor in (*parameters_of(*optimizers), *buffers)}.values())
 
 
 def _weakly(thing: Any) -> Callable[[], Any]:
@@ -358,10 +343,6 @@ def _weakly(thing: Any) -> Callable[[], Any]:
         return weakref.ref(thing)
     except TypeError:  # some take no references
         return lambda: thing
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -435,6 +416,7 @@ class SpikePolicy(Plugin):
     def __init__(
         self,
         policy: Policy,
+        planner: Planner,
         detectors: DetectorSet,
         ranks: Ranks,
         complaints: WarningLog,
@@ -442,18 +424,15 @@ class SpikePolicy(Plugin):
     ) -> None:
         self.policy = policy.without_others() if isinstance(policy, Rollback) else policy
         self._settings = policy.settings  # with the number of the others
+        self._planner = planner
         self._detectors, self._ranks, self._complaints, self._parts = detectors, ranks, complaints, parts
         self._model_buffers = Buffers()
         self._snapshots = Snapshots(policy, ranks, complaints) if isinstance(policy, Rollback) else None
-        self._known: tuple[StepRecord, dict[str, float]] | None = None  # the values at the decision
+        self.known: tuple[StepRecord, dict[str, float]] | None = None  # the values at the decision
         self.act: Act | None = None  # on the current step, or on the last one that ended
         self.rolled_back: RollbackResult | None = None  # of that step
         self.overrules_scaler = False  # ranks' scalers disagreed about the step: it is skipped, and leaves the scale as it was
         self.skipped = self.rollbacks = self._in_a_row = 0
-
-    @property
-    def requires_gradients(self) -> bool:
-        return self.context.is_attached
 
     @cached_property
     def _exchange(self) -> RankExchange:
@@ -461,22 +440,19 @@ class SpikePolicy(Plugin):
 
         return RankExchange(self._ranks, self._complaints)
 
-    def on_detach(self) -> None:
-        if "_exchange" in vars(self):
-            self._exchange.end()
-
     # --- the model's buffers -------------------------------------------------------------------------------------------------
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._model_buffers.remember(module, self.context.plan_version)
+        self.requires_gradients = True
+        self._model_buffers.remember(module, self._planner.version)
 
     def before_forward(self, module: nn.Module) -> None:
         """Remember them at the first call since the last attempt."""
         if not self._model_buffers.is_known:
-            self._model_buffers.remember(module, self.context.plan_version)
+            self._model_buffers.remember(module, self._planner.version)
             self._model_buffers.is_known = True
 
-    def on_drop(self) -> None:
+    def step_dropped(self) -> None:
         self._model_buffers.is_known = False
 
     def _put_buffers_back(self) -> None:
@@ -490,13 +466,12 @@ class SpikePolicy(Plugin):
     def on_step_open(self, step: ActiveStep) -> None:
         """The loop has done all that belongs to the step before: the time for a snapshot of it, which waits for the device."""
         self.act = self.rolled_back = None
-        self._known, self.overrules_scaler = None, False
+        self.known, self.overrules_scaler = None, False
         if self._snapshots is not None and self._snapshots.take_due(self.context.module, self.context.optimizers):
             self._in_a_row = 0
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the step in flight, or the one that ended last, is skipped."""
         return self.act is not None and self.act.skipped
 
     def before_optimizer_step(self, step: ActiveStep, optimizer: OptimizerContext) -> None:
@@ -522,37 +497,27 @@ class SpikePolicy(Plugin):
                 step.annotations["skipped"] = self.act.reason
         step.values[_STEPS_SKIPPED] = float(self.skipped)
 
-    def on_unmonitored_step(self, recorded: RecordedStep) -> None:
-        """Let the detectors learn from the values that were known at the decision."""
-        if self._known is not None and not recorded.step.is_overflowed:
-            self.context.learn(*self._known)
-
     def _answer(self, step: int, severity: float, reason: str, stepped: str) -> bool:
         policy = self.policy
         if self.act is not None and severity < NONFINITE:
             return False  # it was accepted when an earlier optimizer stepped
         self._in_a_row += self.act is None
-        if policy.limit is not None and self._in_a_row > policy.limit:
-            row = f"the {_ordinal(self._in_a_row)} spike in a row"
-            if policy.on_limit == "stop":
-                self.act = Act(reason, f"stopped, since it is {row}", True, self._in_a_row)
-                self.skipped += 1
-                self._put_buffers_back()
-                raise SpikeError(f"step {step}: {reason}; this is {row}, and {policy!r} stops the run")
-            if severity < NONFINITE:
-                self.act = Act(reason, f"accepted, since it is {row}", False, self._in_a_row)
-                return False
+        is_over, row = self._in_a_row > (policy.limit or math.inf), f"the {_ordinal(self._in_a_row)} spike in a row"
+        stops = is_over and policy.on_limit == "stop"
+        if is_over and not stops and severity < NONFINITE:
+            self.act = Act(reason, f"accepted, since it is {row}", False, self._in_a_row)
+            return False
         words = f"skipped, {self._in_a_row} in a row" if self._in_a_row > 1 else "skipped"
-        if policy.limit is not None and self._in_a_row > policy.limit:
-            words += "; a step with NaN or Inf is never accepted"
-        if stepped:
-            words += f", but {stepped} had stepped before"
-        self.act = Act(reason, words, True, self._in_a_row)
+        words += "; a step with NaN or Inf is never accepted" if is_over else ""
+        words += f", but {stepped} had stepped before" if stepped else ""
+        self.act = Act(reason, f"stopped, since it is {row}" if stops else words, True, self._in_a_row)
         self.skipped += 1
+        if stops:
+            self._put_buffers_back()
+            raise SpikeError(f"step {step}: {reason}; this is {row}, and {policy!r} stops the run")
         return True
 
     def _common(self) -> dict[str, Any]:
-        """What has to be the same on all ranks that vote."""
         return {**self._parts(), "on_spike=": self._settings, "detectors": self._detectors.signals}
 
     def _vote(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], optimizer: OptimizerContext) -> tuple[float, str]:
@@ -569,7 +534,7 @@ class SpikePolicy(Plugin):
         events: list[SpikeEvent] = []
         count, refused = 0, optimizer.is_overflowed
         try:
-            record, whole = self._known = _looked_at(part)
+            record, whole = self.known = _looked_at(part)
             # of the gradients that the optimizer will use, or, if unknown, before clipping
             table = record.tables.get(n.GRADIENT, record.tables.get(n.GRADIENT_BEFORE_CLIP))
             count = 0 if table is None else int(table.rows[:, Column.NONFINITE].sum())
@@ -611,7 +576,6 @@ class SpikePolicy(Plugin):
     # --- after the step --------------------------------------------------------------------------------------------------------
 
     def after_attempt(self, step: ActiveStep, applied: bool) -> None:
-        """Restore a snapshot after a spike, when all optimizers have stepped or were skipped."""
         model = self.context.module
         if model is None:
             return
@@ -633,13 +597,14 @@ class SpikePolicy(Plugin):
     def on_rewind(self, step: int) -> None:
         """The loop has gone back by itself: snapshots are of another branch, and none is due after the step before."""
         if self._snapshots is not None:
-            self._snapshots.due = None
             self._snapshots.forget()
 
-    def close(self) -> None:
+    def on_detach(self) -> None:
+        self.requires_gradients = False
+        if "_exchange" in vars(self):
+            self._exchange.end()
         self._model_buffers.forget()
-        if self._snapshots is not None:
-            self._snapshots.forget()
+        self.on_rewind(0)
 
     # --- resume ----------------------------------------------------------------------------------------------------------------
 
