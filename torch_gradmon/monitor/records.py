@@ -718,7 +718,7 @@ class RecordPipeline:
             self.factory.summary.count_rejected(1, int(is_interrupted))
 
     def seal(self, ended: int | None, begins: int) -> None:
-        """Step ``begins`` is about to open: nothing more comes for step ``ended``, whose record is finished if it is ready, or if a sink
+        """Step ``begins`` is about to open: nothing more comes for step ``ended``, whose record enters if it is ready, or if a sink
         that is not deferred or ``on_spike`` awaits it. Waits for the values of the step before that one.
         """
         if self.waiting:  # else there is no need to know whether anything awaits it
@@ -732,7 +732,6 @@ class RecordPipeline:
                 # the device is two steps behind, and it is the training that waits here rather than elsewhere
                 self._fence.exclude_time(time.perf_counter() - start)
                 self.enter(ended, open_to_late_values=True, only_oldest=True)
-        self.finish()
 
     def _is_ready(self, pending: PendingStep, begins: int) -> bool:
         return begins >= pending.step + 2 if self.ranks_synchronised else pending.readback.arrival.is_ready()
@@ -766,6 +765,7 @@ class RecordPipeline:
             is_latest = record.step == ended
             if not (is_latest and open_to_late_values):
                 self.finish()
+                self.publisher.publish()
             if not is_latest:
                 self.last = None
             if only_oldest:
@@ -799,14 +799,13 @@ class RecordPipeline:
     # --- the end of the last record ------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Nothing more can come for the last record: evaluate the signals that came late, and send it to the sinks."""
+        """Nothing more can come for the last record, which may go out to the sinks: evaluate the signals that came late."""
         if self.last is not None and not self._is_finished:
             self._is_finished, record = True, self.last
             self._detect_late(record)
             if reports := self._detectors.follow_up.reports(self.last or record, self._signals):
                 self._warn(reports)
             self.detection.finish(self.absent)
-        self.publisher.publish()
 
     def detect_late(self) -> None:
         """Evaluate the signals that came late so far, before the last record is finished."""

@@ -724,6 +724,7 @@ class Runtime:
     def _publish(self) -> None:
         self.lifecycle.flush_pending()
         self.pipeline.finish()
+        self.pipeline.publisher.publish()
 
     @fenced
     def log_sample_losses(self, ids: Any, losses: Tensor) -> None:

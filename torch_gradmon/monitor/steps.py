@@ -381,6 +381,8 @@ class StepLifecycle:
         if built_in.detail.watches_idle_steps:
             self.plugins.call_one(built_in.detail, built_in.detail.before_step, step)
         self.pipeline.seal(self.state.clock.ended, step)
+        self.pipeline.finish()
+        self.pipeline.publisher.publish()
         if built_in.recorder is not None:
             built_in.recorder.seal()
         if built_in.post_spike.watches_idle_steps:  # a spike in the last record makes it do so
