@@ -193,7 +193,7 @@ class WandbSink:
 
     A script that logs without ``step=`` first and with it later may lose rows to W&B, with a warning. A key that the script logs as well
     is one metric for W&B. ``log2_histogram`` becomes a W&B histogram. Per-layer values stay out of the run's summary. A spike is sent as
-    an alert, at most one a minute per signal.
+    an alert, of which W&B lets one a minute through for each signal.
 
     Args:
         run: the result of ``wandb.init()``; by default the active run.
