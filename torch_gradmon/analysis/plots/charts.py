@@ -77,8 +77,6 @@ _Part = tuple[tuple[int, ...], tuple[str, ...], dict[str, torch.Tensor]]
 
 
 class PanelSet:
-    """The values of a run, each computed on first use."""
-
     def __init__(self, source: RunReader | ValueSource, title: str = "") -> None:
         self._source, self.title = source, title
         contexts = {step: source.context(step) for step in source.steps}
@@ -99,7 +97,6 @@ class PanelSet:
         return Series.of((self._source.stored(Key(n.SUMMARY, "", name)) or self._source.stored(Key("", name, ""))).items())
 
     def loss(self) -> Series:
-        """The logged loss; empty without one."""
         key = loss_among(key for key in self._source.scalars if not key.source)
         return Series() if key is None else Series.of(self._source.stored(key).items())
 
@@ -284,16 +281,10 @@ def depth(panels: PanelSet, view: str = "gradient", step: int | None = None, row
         raise ValueError(f"step {step} has no {panel.view.title}; the nearest that has is {close}")
     groups = blocks(panel.names, rows)
     values = by_block(panel.view, panel.values, groups)
-    known = values.where(values.isfinite(), math.nan)
-    low, high = known.nan_to_num(nan=math.inf).amin(0), known.nan_to_num(nan=-math.inf).amax(0)
-    return DepthProfile(
-        f"{panel.view.title} in step {step}",
-        tuple(groups),
-        tuple(values[panel.steps.index(step)].tolist()),
-        tuple(low.where(low.isfinite(), math.nan).tolist()),
-        tuple(high.where(high.isfinite(), math.nan).tolist()),
-        panel.view.is_log,
-    )
+    ends = values.where(values.isfinite(), math.inf).amin(0), values.where(values.isfinite(), -math.inf).amax(0)
+    low, high = (tuple(end.where(end.isfinite(), math.nan).tolist()) for end in ends)
+    title, now = f"{panel.view.title} in step {step}", tuple(values[panel.steps.index(step)].tolist())
+    return DepthProfile(title, tuple(groups), now, low, high, panel.view.is_log)
 
 
 def layers(panels: PanelSet, view: str = "gradient", names: Sequence[str] = ()) -> LineChart:
@@ -344,11 +335,7 @@ def _panel(panels: PanelSet, view: str) -> Panel:
 def _band(low: Series, high: Series, after_gaps: Sequence[int] = ()) -> tuple[Series, Series]:
     """The lowest lower and the highest upper edge of equally many steps each, never combined over a gap."""
     size = -(-len(low) // POINTS)
-    edges = [
-        (step, below, above)
-        for step, below, above in zip(low.steps, low.values, high.values, strict=True)
-        if below > 0 and math.isfinite(above)
-    ]
+    edges = [edge for edge in low.beside(high) if edge[1] > 0 and math.isfinite(edge[2])]
     pieces = [list(some) for _, some in groupby(edges, key=lambda edge: bisect_right(after_gaps, edge[0]))]
     bins = [piece[at : at + size] for piece in pieces for at in range(0, len(piece), size)]
     steps = tuple(some[0][0] for some in bins)
@@ -451,7 +438,6 @@ def pair_layers(pair: RunPair, names: Sequence[str], marks: Sequence[int] = ()) 
 
 
 def _subplot(pair: RunPair, title: str, name: str, **options: Any) -> tuple[Subplot, ...]:
-    """A subplot of a value of both runs; empty if neither run has it."""
     lines = _lines(pair, [panels.line(name) for panels in pair.panel_sets], POINTS)
     return (Subplot(title, lines, **options),) if lines else ()
 
@@ -491,7 +477,6 @@ def plot(source: RunReader | ValueSource, kind: str, engine: str, options: dict[
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Check the options that several charts have; each chart refuses unknown ones."""
     for name in ("rows", "columns"):
         if name in options:
             check.positive_int(name, options[name])

@@ -119,7 +119,6 @@ def content(run: RunReader, title: str, advance: Callable[[], None]) -> dict[str
 
 
 def findings(diagnosis: Diagnosis) -> list[dict[str, Any]]:
-    """The findings by rank, each with its possible consequences."""
     return [{**_finding(leader), "signs": [_finding(other) for other in others]} for leader, others in diagnosis.grouped()]
 
 
@@ -354,7 +353,6 @@ def comparison(difference: RunDiff) -> dict[str, Any]:
 
 
 def _facts(runs: tuple[RunReader, RunReader], pair: RunPair) -> list[list[str]]:
-    """The facts of both runs; one value if they are equal."""
     first, second = (dict(facts(run, panels)) for run, panels in zip(runs, pair.panel_sets, strict=True))
     found = [["runs", " | ".join(pair.titles)]]
     for name in dict.fromkeys((*first, *second)):
@@ -463,7 +461,6 @@ def _written(data: dict[str, Any], target: Path) -> Path:
 
 
 def html(data: dict[str, Any], live: LivePage | None = None) -> str:
-    """The whole page; ``live`` if a server shows it."""
     here = files(__package__)
     return template("analysis/report", "page.html.j2").render(
         title=data["title"],
@@ -490,7 +487,6 @@ class LivePage:
 
 
 def template(folder: str, name: str) -> Template:
-    """A page in a folder of the package; names in it are escaped."""
     loader = PackageLoader("torch_gradmon", folder)
     options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from statistics import median_high
 
 import torch
 
@@ -157,8 +158,7 @@ def _below(history: History, share: float, least: float) -> int | None:
 
 
 def _high(history: History, ratios: Matrix) -> list[Finding]:
-    early = sorted(ratios.part(0, 0.1).largest().values())
-    typical = early[len(early) // 2] if early else 0.0
+    typical = median_high(ratios.part(0, 0.1).largest().values() or [0.0])
     worst, fails = _harm(history)
     is_stuck = history.learning.is_stuck and not history.rests_at_chance
     stays = lower_median(ratios.part(0.25, 1).medians().values()) > _PART_HIGH
@@ -201,7 +201,6 @@ def _low(history: History, ratios: Matrix) -> list[Finding]:
 
 
 def _died(history: History) -> bool:
-    """Whether units of all ReLUs, live at the first step, were soon silent."""
     silent = history.matrix(n.ACTIVATION, "sparsity")
     names = [name for name in silent.names if history.kinds.get(name) == "ReLU"]
     if not names:
@@ -264,14 +263,12 @@ def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
     candidates = history.always_reached.intersection(usual)
     # update over gradient, the effective rate
     steps = {name: usual[name] / gradient for name, gradient in gradients.medians().items() if gradient and name in candidates}
-    low = [
-        name
-        for name in steps
-        if usual[name] < min(_PART_LOW, typical / _BEHIND) and steps[name] < _OWN_RATE * max(steps.values())
-    ]
+    slow, largest = min(_PART_LOW, typical / _BEHIND), max(steps.values(), default=0.0)
+    low = sorted(
+        (name for name in steps if usual[name] < slow and steps[name] < _OWN_RATE * largest), key=lambda name: usual[name]
+    )
     if not low:
         return []
-    low.sort(key=lambda name: usual[name])
     return history.finding(
         "update-ratio-low",
         low[0],
@@ -366,7 +363,7 @@ def saturated(history: History) -> dict[str, float]:
         for name, kind, value in zip(table.names, kinds, stretched.tolist(), strict=True):
             if kind in _TANH | _SIGMOID:
                 sums.setdefault(name, []).append(value)
-    usual = {name: sorted(values)[len(values) // 2] for name, values in sums.items()}
+    usual = {name: median_high(values) for name, values in sums.items()}
     return {name: value for name, value in usual.items() if value > _SATURATED}
 
 
@@ -430,9 +427,8 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
     if fact.rule == "not-in-optimizer" and fact.evidence.get("old parameters in the optimizer"):
         severity = "error"  # certain: these parameters are no longer part of the model
         cause = f"{cause}; it has others, which are no part of the model any more"
-        advice = (
-            "Make the optimizer after the last change of the model, or call optimizer.add_param_group() with the new parameters"
-        )
+        again = "call optimizer.add_param_group() with the new parameters"
+        advice = f"Make the optimizer after the last change of the model, or {again}"
     elif fact.rule == "not-in-optimizer" and (frozen := _only_frozen(history)):
         cause = f"{cause}; instead an optimizer has only frozen ones, of {listed(frozen, _NAMED)}"
         advice = "Make that optimizer of the parameters that are to train; a copy that follows them belongs in none"
@@ -460,16 +456,12 @@ _STEPS_NAMED = 8
 
 def check_skipped(history: History) -> list[Finding]:
     """Which steps were skipped, whatever for: what such a step would have done is no part of the training, but its batch is lost."""
-    skipped = {record.step for record in history.records if record.skipped}
-    if not skipped:
+    steps = [record.step for record in history.records if record.skipped]
+    if not steps:
         return []
-    steps = sorted(skipped)
-    bad = {event.step for event in history.events if not math.isfinite(event.value)} & skipped
-    what = (
-        f"; {'in all of them' if len(bad) == len(steps) else f'in {len(bad)} of them'} a gradient was NaN or infinite"
-        if bad
-        else ""
-    )
+    bad = {event.step for event in history.events if not math.isfinite(event.value)}.intersection(steps)
+    which = "in all of them" if len(bad) == len(steps) else f"in {len(bad)} of them"
+    what = f"; {which} a gradient was NaN or infinite" if bad else ""
     those = "1 step was" if len(steps) == 1 else f"{len(steps)} steps were"
     return history.finding(
         "steps-skipped",
@@ -527,18 +519,14 @@ _BEGINNING = 0.1
 def check_loss(history: History) -> list[Finding]:
     """Divergence first; a loss that rises is not reported as a plateau too."""
     loss = history.loss
-    if loss and history.learning.state == "unknown":
-        raise NotMeasured(
-            f"the loss is known and finite in {len(loss.finite)} steps of {len(history.records)}, and has to be in twenty"
-        )
     if history.learning.state == "unknown":
-        raise NotMeasured(f"{history.advice.loss}, twenty steps of it at least")
+        few = f"the loss is known and finite in {len(loss.finite)} steps of {len(history.records)}, and has to be in twenty"
+        raise NotMeasured(few if loss else f"{history.advice.loss}, twenty steps of it at least")
     rules = _unbounded, _raised, _divergence, _at_chance, _plateau
     return next((found for rule in rules if (found := rule(history, loss.finite))), [])
 
 
 def _at_chance(history: History, loss: Series) -> list[Finding]:
-    """A loss that ends where that of the best constant answer lies."""
     chance, tail = history.chance.get("loss", 0.0), loss.part(0.8, 1)
     if not history.learning.is_at_chance or _is_warming_up(history):
         return []
@@ -558,7 +546,6 @@ def _at_chance(history: History, loss: Series) -> list[Finding]:
 
 
 def _unbounded(history: History, loss: Series) -> list[Finding]:
-    """A loss that falls below 0, faster and faster."""
     if not falls_without_bound(loss):
         return []
     return history.finding(
@@ -632,11 +619,8 @@ def _best(loss: Series, parts: int) -> Series:
 def _is_above(tail: Series, best: Series, first: float) -> bool:
     """Whether the last losses lie above the best ones, beyond their noise, and have lost a good part of the fall from ``first``."""
     rise = max(2 * min(spread(best), spread(tail)), _AGAIN * max(first - best.median, 0.0))
-    return (
-        tail.median > max(_ABOVE * best.median, best.median + rise)
-        and rank_shift(best.values, tail.values) > _RANKS_ABOVE
-        and best.median > 0
-    )
+    is_far = tail.median > max(_ABOVE * best.median, best.median + rise)
+    return is_far and rank_shift(best.values, tail.values) > _RANKS_ABOVE and best.median > 0
 
 
 def _plateau(history: History, loss: Series) -> list[Finding]:
@@ -650,10 +634,8 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
     is_open |= _is_warming_up(history)
     at_rest = history.may_rest and history.learning.state == "flat"
     fell, has_rested = history.learning.state == "falls", tail.median < _RESTS * head.median
-    later = loss.part(_BEGINNING, 1)
-    is_open |= (
-        fell and not history.chance.get("loss") and tail.median < _FELL * max(loss.values[0], head.median)
-    )  # of an unusual loss
+    later, is_unusual = loss.part(_BEGINNING, 1), not history.chance.get("loss")
+    is_open |= fell and is_unusual and tail.median < _FELL * max(loss.values[0], head.median)
     begins, ends = later.part(0, 0.2), later.part(0.8, 1)
     is_open |= fell and (_is_unclear(loss, begins, ends) or rank_shift(begins.values, ends.values) < -PERHAPS)
     return history.finding(
@@ -694,5 +676,4 @@ def _is_steady(loss: Series) -> bool:
 
 def _is_warming_up(history: History) -> bool:
     rates = history.rates
-    usual = sorted(rates)[len(rates) // 2] if rates else 0.0
-    return len(rates) >= _FEWEST_RATES and rates[-1] == max(rates) > _UP * usual
+    return len(rates) >= _FEWEST_RATES and rates[-1] == max(rates) > _UP * median_high(rates)

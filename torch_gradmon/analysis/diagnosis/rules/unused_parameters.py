@@ -82,13 +82,8 @@ def _is_same(one: float, other: float) -> bool:
 def check_weights(history: History) -> list[Finding]:
     """By the norms of matrices; one that starts at zero, or near it, has to grow."""
     norms, sizes = history.settled(history.matrix(n.PARAMETER, "norm")), history.sizes(n.PARAMETER)
-    grown = {
-        name: growth
-        for name in norms.names
-        if name in history.matrices
-        and (growth := _growth(norms.column(name).finite))
-        and not _is_small(history, sizes, name, growth)
-    }
+    growths = {name: _growth(norms.column(name).finite) for name in norms.names if name in history.matrices}
+    grown = {name: growth for name, growth in growths.items() if growth and not _is_small(history, sizes, name, growth)}
     if not grown:
         return []
     worst = sorted(grown, key=lambda name: -grown[name].factor)
@@ -308,7 +303,6 @@ def _has_adapters(history: History, frozen: list[str]) -> bool:
 
 
 def check_unused_parameters(history: History) -> list[Finding]:
-    """By the gradients before clipping."""
     norms = history.gradients("norm")
     if len(norms.steps) < _STEPS_UNREACHED:
         raise NotMeasured(f"fewer than {_STEPS_UNREACHED} steps with gradients were measured")
@@ -326,11 +320,8 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
     seen = norms.by_name(norms.values.nan_to_num(0.0).amax(0))
     spoiled = history.gradients("nonfinite_count").largest()  # NaN is a gradient too, but no norm
     seen.update((name, count) for name, count in spoiled.items() if count)
-    measured = {
-        name: steps
-        for name, steps in zip(parameters.names, there, strict=True)
-        if name not in history.frozen and not history.is_gone(name)
-    }
+    measured = dict(zip(parameters.names, there, strict=True))
+    measured = {name: steps for name, steps in measured.items() if not (name in history.frozen or history.is_gone(name))}
     missed = [name for name, steps in measured.items() if steps >= _STEPS_UNREACHED and not seen.get(name)]
     if len(missed) == len(measured):
         return _all_zero(history, norms)
@@ -406,17 +397,8 @@ def _is_taken_out(name: str, norms: Matrix, seen: Mapping[str, float]) -> bool:
 
 
 def _harmless(history: History, norms: Matrix, names: list[str], what: str, cause: str, advice: str) -> list[Finding]:
-    """Information about ``names``, of which ``what`` says what was counted."""
-    return history.finding(
-        "no-gradient",
-        names[0],
-        {what: float(len(names))},
-        cause + also_in(names),
-        advice,
-        20.0,
-        severity="info",
-        steps=norms.steps,
-    )
+    evidence, cause = {what: float(len(names))}, cause + also_in(names)
+    return history.finding("no-gradient", names[0], evidence, cause, advice, 20.0, severity="info", steps=norms.steps)
 
 
 def _all_zero(history: History, norms: Matrix) -> list[Finding]:
@@ -452,7 +434,7 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
     whole = norms.values.nan_to_num(0.0).square().sum(1).sqrt()
     at = _gone_since(whole)
     if at is not None:
-        return _vanished_finding(history, severity, [""], norms.steps[at:], whole[:at].median().item())
+        return _dropped(history, severity, [""], norms.steps[at:], whole[:at].median().item())
     columns = dict(zip(norms.names, norms.values.unbind(1), strict=True))
     reached = [name for name in norms.names if name in history.always_reached and not history.is_gone(name)]
     since = {name: _gone_since(columns[name].nan_to_num(0.0), must_stay=True) for name in reached}
@@ -462,7 +444,7 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
     name = min(found, key=lambda each: (each not in history.matrices, found[each]))
     names = [name, *(other for other in found if other != name)]
     usual = columns[name][: found[name]].nanmedian().item()
-    return _vanished_finding(history, history.concern, names, norms.steps[found[name] :], usual)
+    return _dropped(history, history.concern, names, norms.steps[found[name] :], usual)
 
 
 def _frozen(history: History, norms: Matrix) -> list[Finding]:
@@ -484,20 +466,18 @@ def _frozen(history: History, norms: Matrix) -> list[Finding]:
     again = {name: at for name, at in ends.items() if name in history.frozen}
     ends = again or ends
     name = min(ends, key=lambda each: (ends[each], each not in history.matrices))
-    others = [name, *(other for other in ends if other != name)]
-    since = norms.steps[ends[name]]
-    return history.finding(
-        "gradient-dropped-to-zero",
-        name,
-        {"median norm before": norms.column(name).median},
-        f"It trained until step {norms.steps[ends[name] - 1]}, and is frozen since step {since}, by requires_grad=False.{also_in(others)}"
+    before, since = norms.steps[ends[name] - 1], norms.steps[ends[name]]
+    return _dropped(
+        history,
+        "info",
+        [name, *(other for other in ends if other != name)],
+        norms.steps[ends[name] :],
+        norms.column(name).median,
+        f"It trained until step {before}, and is frozen since step {since}, by requires_grad=False."
         if again
-        else f"There was a gradient, and from here on there is none: it was frozen, or nothing uses it any more.{also_in(others)}",
+        else "There was a gradient, and from here on there is none: it was frozen, or nothing uses it any more.",
         "If it is meant to train, look for requires_grad_(False) on the way, in a test perhaps, or in what builds the model anew for a "
         "run that resumes.",
-        72.0,
-        severity="info",
-        steps=norms.steps[ends[name] :],
     )
 
 
@@ -519,16 +499,14 @@ def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
     return int(gone.nonzero()[0])
 
 
-def _vanished_finding(
-    history: History, severity: Severity, names: list[str], steps: Sequence[int], usual: float
+def _dropped(
+    history: History,
+    severity: Severity,
+    names: list[str],
+    steps: Sequence[int],
+    usual: float,
+    cause: str = "There was a gradient, and from here on there is mostly none.",
+    advice: str = "Look for a clamp or a max() around the loss, a loss weight that reached zero, a satisfied hinge, or dead units.",
 ) -> list[Finding]:
-    return history.finding(
-        "gradient-dropped-to-zero",
-        names[0],
-        {"median norm before": usual},
-        f"There was a gradient, and from here on there is mostly none.{also_in(names)}",
-        "Look for a clamp or a max() around the loss, a loss weight that reached zero, a satisfied hinge, or dead units.",
-        72.0,
-        severity=severity,
-        steps=steps,
-    )
+    evidence, cause = {"median norm before": usual}, cause + also_in(names)
+    return history.finding("gradient-dropped-to-zero", names[0], evidence, cause, advice, 72.0, severity=severity, steps=steps)
