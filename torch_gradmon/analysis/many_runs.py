@@ -261,7 +261,7 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
 
 def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
     yield f"{card.name}: {card.status}"
-    lines = []
+    lines: list[tuple[str, str]] = []
     if card.loss is not None:
         what = " (median of the last twentieth of the steps)" if math.isfinite(card.loss) else ""
         of_one = ""
@@ -274,8 +274,7 @@ def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
         lines.append(("head-room", f"{card.headroom:.0%} of the critical learning rate is used"))
     if card.spikes:
         lines.append(("spikes", f"{card.spikes}, the largest: {card.worst_spike}"))
-    for finding in diagnosis.findings[:_MOST]:
-        lines.append((finding.severity, f"{placed(finding.rule, finding.where)}: {finding.cause}"))
+    lines += [(each.severity, f"{placed(each.rule, each.where)}: {each.cause}") for each in diagnosis.findings[:_MOST]]
     if (rest := len(diagnosis.findings) - _MOST) > 0:
         lines.append(("", f"and {rest} more: gradmon diagnose {card.name}"))
     lines.append(("next", next_action(card, diagnosis)))

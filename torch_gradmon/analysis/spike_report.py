@@ -120,33 +120,25 @@ class SpikeReport:
         facts = {
             name: [fact[0] if isinstance(fact, list) and fact else fact for fact in each] for name, each in all_facts.items()
         }
-        return cls(
-            step,
-            events,
-            spike,
-            source.context(step),
-            around,
-            [(name, values) for name, values in facts.items() if any(value != values[0] for value in values)],
-            list(_signals(source, around, [event.signal for event in events])),
-            suspects(source, step),
-            [] if spike is None else list(_recovery(source, known, spike)),
-            [other for other in spikes if other is not spike],
-            _loss(source, step),
-            any(_loss(source, number) is not None for number in around),
-        )
+        changing = [(name, values) for name, values in facts.items() if any(value != values[0] for value in values)]
+        signals = list(_signals(source, around, [event.signal for event in events]))
+        recovery = [] if spike is None else list(_recovery(source, known, spike))
+        others = [other for other in spikes if other is not spike]
+        loss, is_logged = _loss(source, step), any(_loss(source, number) is not None for number in around)
+        shown = source.context(step), around, changing, signals, suspects(source, step), recovery, others
+        return cls(step, events, spike, *shown, loss, is_logged)
 
     @property
     def cause(self) -> SpikeCause:
         return spike_cause(self.suspects, self.step, self.loss, self.is_loss_logged, "by_turns" in self.context)
 
     def to_dict(self) -> dict[str, Any]:
-        cause = self.cause
         spike = self.episode
         found = {
             "step": self.step,
             "spikes": [asdict(event) for event in self.events],
             "spike": None if spike is None else {"first": spike.first, "last": spike.last, "worst": spike.worst.step},
-            "cause": asdict(cause),
+            "cause": asdict(self.cause),
             "loss": self.loss,
             "steps": list(self.around),
             "values": {name: list(values) for name, values in (*self.signals, *self.facts)},

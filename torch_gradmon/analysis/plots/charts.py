@@ -35,11 +35,6 @@ from .elements import (
     PlotView,
     RecordedSteps,
     Subplot,
-    downsampled,
-    intersection,
-    is_relative_by_default,
-    medians,
-    steps_after,
 )
 
 # --- Where drawn values come from: a run directory, or the records in a monitor's memory ---
@@ -217,21 +212,14 @@ def heatmap(
 ) -> Heatmap:
     """A view over the steps, by blocks if there are more than ``rows`` layers; ``relative`` to the median of the row."""
     panel = _panel(panels, view)
-    cells, groups = downsampled(panel, columns), blocks(panel.names, rows)
-    is_relative = is_relative_by_default(panel.steps, panel.view.is_log) if relative is None else relative
-    return Heatmap(
-        f"{panel.view.title}, relative to the row's median" if is_relative else panel.view.title,
-        tuple(groups),
-        cells.first,
-        cells.last,
-        tuple(map(tuple, by_block(panel.view, cells.values, groups).T.tolist())),
-        panel.view.is_log,
-        _marks(panels),
-        tuple(medians(by_block(panel.view, panel.values, groups)).tolist()) if is_relative else None,
-        panel.gaps,
-        panel.axis,
-        tuple(all(panel.names[place] in panel.due for place in places) for places in groups.values()),
-    )
+    cells, groups = elements.downsampled(panel, columns), blocks(panel.names, rows)
+    is_relative = elements.is_relative_by_default(panel.steps, panel.view.is_log) if relative is None else relative
+    title = f"{panel.view.title}, relative to the row's median" if is_relative else panel.view.title
+    values = tuple(map(tuple, by_block(panel.view, cells.values, groups).T.tolist()))
+    usual = tuple(elements.medians(by_block(panel.view, panel.values, groups)).tolist()) if is_relative else None
+    due = tuple(all(panel.names[place] in panel.due for place in places) for places in groups.values())
+    drawn = title, tuple(groups), cells.first, cells.last, values, panel.view.is_log
+    return Heatmap(*drawn, _marks(panels), usual, panel.gaps, panel.axis, due)
 
 
 def norm(panels: PanelSet) -> LineChart:
@@ -265,7 +253,7 @@ def update(panels: PanelSet) -> LineChart:
         raise ValueError(NO_UPDATE)
     lines = [Line.of("whole model", whole, elements.BLUE, panels.gaps(whole.steps))]
     if len(low) and low.steps == high.steps:
-        after = steps_after(panels.gaps(low.steps), low.steps, POINTS)
+        after = elements.steps_after(panels.gaps(low.steps), low.steps, POINTS)
         below, above = _band(low, high, after)
         lines.insert(0, Line("10th to 90th percentile of matrices", below, elements.SKY, below, above, after_gaps=after))
     return LineChart("update over parameter", (Subplot("update / parameter", tuple(lines), bands=USUAL_UPDATES),), _marks(panels))
@@ -388,7 +376,7 @@ class RunPair:
         both = merged([own.names, second.names])
         names = fitting({name: sum(each.get(name, 0) for each in known) for name in both}, len(steps))
         span = min(own.axis[0], second.axis[0]), max(own.axis[1], second.axis[1])
-        gaps = intersection(own.gaps, second.gaps)
+        gaps = elements.intersection(own.gaps, second.gaps)
         a, b = (replace(each.of(steps, names), gaps=gaps, span=span, due=frozenset()) for each in (own, second))
         view = PlotView(f"{first.view.title}, relative difference", first.view.sources, first.view.metric, is_difference=True)
         return PanelPair(a, b, replace(a, view=view, values=relative(a.values, b.values)))

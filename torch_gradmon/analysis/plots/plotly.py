@@ -12,19 +12,7 @@ from plotly.subplots import make_subplots
 from ...core.formatting import cut_middle
 from ..diagnosis.series import Series
 from . import elements
-from .elements import (
-    Chart,
-    DepthProfile,
-    Heatmap,
-    Line,
-    LineChart,
-    Subplot,
-    chain,
-    drawable,
-    merged_marks,
-    scale_labels,
-    scale_limit,
-)
+from .elements import Chart, DepthProfile, Heatmap, Line, LineChart, Subplot, chain, drawable, merged_marks
 
 # --- Common to all figures ---
 
@@ -107,8 +95,8 @@ def heatmap_figure(heat: Heatmap) -> go.Figure:
 def _scale(heat: Heatmap) -> dict[str, Any]:
     bar: dict[str, Any] = {"title": {"text": "", "side": "right"}, "thickness": 14}
     if heat.medians is not None:
-        most = scale_limit(heat.shades, heat.is_log)
-        labels = scale_labels(most, heat.is_log)
+        most = elements.scale_limit(heat.shades, heat.is_log)
+        labels = elements.scale_labels(most, heat.is_log)
         bar |= {"tickvals": list(labels), "ticktext": list(labels.values())}
         return {"colorscale": [list(stop) for stop in elements.DIVERGING], "zmin": -most, "zmax": most, "colorbar": bar}
     if heat.is_log:

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any, Literal, NamedTuple
@@ -665,7 +664,7 @@ class WidthSweep:
             lines = []
             for place, name in enumerate(self.layers):
                 points: dict[int, list[float]] = {}
-                for width, value in chain.from_iterable(series(self.runs, name, term, self.steps).values()):
+                for width, value in (pair for pairs in series(self.runs, name, term, self.steps).values() for pair in pairs):
                     if 0.0 < value < math.inf:
                         points.setdefault(width, []).append(value)
                 verdict = judged.get((name, term))  # type: ignore[arg-type]

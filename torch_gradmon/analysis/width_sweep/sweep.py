@@ -357,21 +357,18 @@ class Recipe:
         return layers, its_own, [name for name, parameter in trained if id(parameter) not in inside]
 
     def _try_step(self, model: nn.Module, optimizer: Any, batch: Any) -> dict[str, LayerTerms]:
-        width = self.widths[0]
-        with failing_at_width(width, "the model cannot be copied", "fix the factory"):
+        at_width = partial(failing_at_width, self.widths[0])
+        with at_width("the model cannot be copied", "fix the factory"):
             probe = TermProbe(model, self.dtype)
         here = placed(batch, model)
-        with failing_at_width(
-            width, "the model does not run on the batch", "fix the factory, or give data= and loss= that fit it"
-        ):
-            loss = _checked_loss(self.loss(model, here), width)
-        with failing_at_width(width, "a step cannot be made", "the optimizer must step without a closure"):
+        with at_width("the model does not run on the batch", "fix the factory, or give data= and loss= that fit it"):
+            loss = _checked_loss(self.loss(model, here), self.widths[0])
+        with at_width("a step cannot be made", "the optimizer must step without a closure"):
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         measured = placed(batch, model, self.dtype)
-        with failing_at_width(
-            width,
+        with at_width(
             f"a copy of the model in {self.dtype} does not run",
             "if it requires another dtype, give probe_dtype=torch.float32, at the cost of accuracy",
         ):

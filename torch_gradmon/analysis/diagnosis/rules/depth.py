@@ -215,15 +215,10 @@ def _vanishing(history: History) -> list[Finding]:
     at = history.beginning(ratios.steps)
     came = at is not None and 0 < _drop(history, ratios.of([ratios.steps[at]], ratios.names))[1] < _EVEN
     made = _MADE_BY_TRAINING if came else ""
-    return history.finding(
-        "vanishing-gradients",
-        names[0],
-        {"gradient / weight here": usual[names[0]], f"in {names[-1]}": usual[names[-1]], "last third / first third": drop},
-        f"Gradients fade on their way back to the first layers, which do not learn, and the loss does not fall{made}.",
-        _advice_for_faded(history, came),
-        63.0,
-        steps=ratios.steps,
-    )
+    evidence = {"gradient / weight here": usual[names[0]], f"in {names[-1]}": usual[names[-1]], "last third / first third": drop}
+    cause = f"Gradients fade on their way back to the first layers, which do not learn, and the loss does not fall{made}."
+    advice = _advice_for_faded(history, came)
+    return history.finding("vanishing-gradients", names[0], evidence, cause, advice, 63.0, steps=ratios.steps)
 
 
 def _advice_for_faded(history: History, came: bool) -> str:
@@ -435,18 +430,16 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
     if not ratios or not (usual := median_high(ratios)) > _LOW:
         return []
     if not is_clip:  # clipped by parameters or elements, or by a bound that changes; or divided, masked and so on
-        return history.finding(
-            "always-clipped",
-            "",
-            {"median norm": norms.median, "times less": usual},
+        evidence = {"median norm": norms.median, "times less": usual}
+        cause = (
             f"In nearly every step the gradient is made {usual:.3g} times smaller between backward and the optimizer's step, and not to "
-            "one norm, as by a clip with one bound.",
-            "If it is a clip of single parameters or elements, or one whose bound changes, raise that bound. A division or another edit "
-            "needs nothing.",
-            4.0,
-            severity="info",
-            steps=norms.steps,
+            "one norm, as by a clip with one bound."
         )
+        advice = (
+            "If it is a clip of single parameters or elements, or one whose bound changes, raise that bound. A division or another edit "
+            "needs nothing."
+        )
+        return history.finding("always-clipped", "", evidence, cause, advice, 4.0, severity="info", steps=norms.steps)
     costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and history.learning.state != "falls")
     is_plain = bool(history.groups) and all(group["optimizer"] == "SGD" for group in history.groups)
     costs |= is_plain and usual > _SHORT and trend(history.loss.finite.part(0.5, 1))[0] == "falls"

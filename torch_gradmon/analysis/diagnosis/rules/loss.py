@@ -133,16 +133,14 @@ def _ran_out(history: History) -> list[Finding]:
         since = None if head - rest.part(0.8, 1).median > _LITTLE * abs(head) else since
     if since is None:
         return []
-    return history.finding(
-        "learning-rate-low",
-        "",
-        {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median},
+    evidence = {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median}
+    cause = (
         f"The learning rate fell below a {'thousandth' if share == _SPENT else 'fiftieth'} of its largest value long before the end, "
-        "and since then the loss hardly falls.",
-        "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher.",
-        60.0,
-        severity="warning",
-        steps=(since, loss.steps[-1]),
+        "and since then the loss hardly falls."
+    )
+    advice = "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher."
+    return history.finding(
+        "learning-rate-low", "", evidence, cause, advice, 60.0, severity="warning", steps=(since, loss.steps[-1])
     )
 
 
@@ -188,15 +186,13 @@ def _low(history: History, ratios: Matrix) -> list[Finding]:
     together = largest * (history.steps[-1] - history.steps[0] + 1)
     is_slow = (history.learning.is_at_chance or history.learning.is_worse) and together < _TOGETHER
     if largest > 0 and (is_slow or (largest < _LOW and history.learning.state in ("flat", "rises"))):
-        return history.finding(
-            "learning-rate-low",
-            "",
-            {"update / weight": largest, "learning rate": max(history.rates) or math.nan},
-            "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
+        evidence = {"update / weight": largest, "learning rate": max(history.rates) or math.nan}
+        cause = "No weight moves by more than a tiny part of itself in a step, and the loss does not fall."
+        advice = (
             f"{_WARMS_UP if Precautions(history).raises else 'Raise'} the learning rate, by ten at a time, until updates are about a "
-            "thousandth of the weights.",
-            60.0,
+            "thousandth of the weights."
         )
+        return history.finding("learning-rate-low", "", evidence, cause, advice, 60.0)
     return []
 
 
@@ -269,15 +265,10 @@ def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
     )
     if not low:
         return []
-    return history.finding(
-        "update-ratio-low",
-        low[0],
-        {"update / weight": usual[low[0]], "largest of the others": typical, "parameters like this": float(len(low))},
-        f"These weights have gradients but hardly move, while others do.{also_in(low)}",
-        f"Raise the learning rate of {_group(history)}; if it should not change, freeze it with requires_grad_(False).",
-        55.0,
-        steps=ratios.steps,
-    )
+    evidence = {"update / weight": usual[low[0]], "largest of the others": typical, "parameters like this": float(len(low))}
+    cause = f"These weights have gradients but hardly move, while others do.{also_in(low)}"
+    advice = f"Raise the learning rate of {_group(history)}; if it should not change, freeze it with requires_grad_(False)."
+    return history.finding("update-ratio-low", low[0], evidence, cause, advice, 55.0, steps=ratios.steps)
 
 
 def _group(history: History) -> str:
@@ -379,14 +370,11 @@ def _saturated(history: History) -> list[Finding]:
     worst = sorted(usual, key=lambda name: -usual[name])
     if not worst:
         return []
+    evidence = {"mean square of outputs, at most 1": usual[worst[0]], "layers like this": float(len(worst))}
+    cause = f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also_in(worst)}"
+    advice = "Normalise the inputs, draw the weights smaller, or put a norm before it."
     return history.finding(
-        "saturated-units",
-        worst[0],
-        {"mean square of outputs, at most 1": usual[worst[0]], "layers like this": float(len(worst))},
-        f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also_in(worst)}",
-        "Normalise the inputs, draw the weights smaller, or put a norm before it.",
-        77.0,
-        steps=[step for step, _ in _late_outputs(history)],
+        "saturated-units", worst[0], evidence, cause, advice, 77.0, steps=[step for step, _ in _late_outputs(history)]
     )
 
 
@@ -436,16 +424,8 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
         severity = "info"  # it has changed no parameter
     if fact.rule == "targets-out-of-range" and saturated(history):
         severity = "warning"  # it is not their noise alone that lies there
-    return Finding(
-        rule=fact.rule,
-        severity=severity,
-        where=fact.where[0] if fact.where else "",
-        steps=(fact.first, fact.last),
-        evidence={"times seen": float(fact.count), **fact.evidence},
-        cause=f"{cause}.",
-        advice=f"{advice}.",
-        weight=mistake.weight,
-    )
+    evidence, where, steps = {"times seen": float(fact.count), **fact.evidence}, "".join(fact.where[:1]), (fact.first, fact.last)
+    return Finding(fact.rule, severity, where, steps, evidence, f"{cause}.", f"{advice}.", mistake.weight)
 
 
 # --- Steps that a spike policy has left out ---
@@ -463,18 +443,14 @@ def check_skipped(history: History) -> list[Finding]:
     which = "in all of them" if len(bad) == len(steps) else f"in {len(bad)} of them"
     what = f"; {which} a gradient was NaN or infinite" if bad else ""
     those = "1 step was" if len(steps) == 1 else f"{len(steps)} steps were"
-    return history.finding(
-        "steps-skipped",
-        "",
-        {"skipped steps": float(len(steps)), "with NaN or Inf": float(len(bad))},
-        f"{those} skipped, {listed([str(step) for step in steps], _STEPS_NAMED)}{what}: their gradients changed no parameter.",
+    evidence = {"skipped steps": float(len(steps)), "with NaN or Inf": float(len(bad))}
+    cause = f"{those} skipped, {listed([str(step) for step in steps], _STEPS_NAMED)}{what}: their gradients changed no parameter."
+    advice = (
         "Look for NaN and Inf in the batches of these steps with torch.isfinite, since each epoch brings them again."
         if bad
-        else "Nothing has to be done if they are few; otherwise look at their batches, or raise the threshold of the detector.",
-        14.0,
-        severity="info",
-        steps=steps,
+        else "Nothing has to be done if they are few; otherwise look at their batches, or raise the threshold of the detector."
     )
+    return history.finding("steps-skipped", "", evidence, cause, advice, 14.0, severity="info", steps=steps)
 
 
 # --- The loss ---
@@ -572,15 +548,11 @@ def _raised(history: History, loss: Series) -> list[Finding]:
         return []
     if not (tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS_ABOVE):
         return []
+    evidence = {"learning rate": max(history.rates), "loss at its best": best.median, "at the end": tail.median}
+    cause = f"{history.the_loss} has stopped falling, and the learning rate still rises."
+    advice = "End the warm-up, or end the schedule that raises it, about where the loss was at its best."
     return history.finding(
-        "loss-divergence",
-        "",
-        {"learning rate": max(history.rates), "loss at its best": best.median, "at the end": tail.median},
-        f"{history.the_loss} has stopped falling, and the learning rate still rises.",
-        "End the warm-up, or end the schedule that raises it, about where the loss was at its best.",
-        86.0,
-        severity="warning",
-        steps=(best.steps[-1], history.steps[-1]),
+        "loss-divergence", "", evidence, cause, advice, 86.0, severity="warning", steps=(best.steps[-1], history.steps[-1])
     )
 
 

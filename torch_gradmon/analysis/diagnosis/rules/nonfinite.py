@@ -57,17 +57,14 @@ def check_precision(history: History) -> list[Finding]:
 
 
 def _finding(history: History, where: str, largest: float, zeros: float, matrices: int) -> list[Finding]:
-    return history.finding(
-        "low-precision-underflow",
-        where,
-        {"largest gradient element": largest, "share of zeros": zeros, "matrices like this": float(matrices)},
-        "Gradients were computed in float16 and are too small for it; most are rounded to zero.",
+    evidence = {"largest gradient element": largest, "share of zeros": zeros, "matrices like this": float(matrices)}
+    cause = "Gradients were computed in float16 and are too small for it; most are rounded to zero."
+    advice = (
         "Scale the loss with torch.amp.GradScaler, or use bfloat16."
         if (scale := Precautions(history).scale) is None
-        else f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16.",
-        82.0,
-        severity="warning",
+        else f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16."
     )
+    return history.finding("low-precision-underflow", where, evidence, cause, advice, 82.0, severity="warning")
 
 
 def _lost_updates(history: History) -> dict[str, float]:
@@ -121,16 +118,12 @@ def _lost_finding(history: History, lost: dict[str, float]) -> list[Finding]:
     evidence = {"share of elements that do not move": lost[worst], "matrices like this": float(len(lost))}
     if still:
         evidence["matrices whose update is exactly zero"] = float(len(still))
-    return history.finding(
-        "low-precision-underflow",
-        worst,
-        evidence,
+    cause = (
         "Parameters are kept in half precision, and most of their elements do not move in a step: updates below half a unit of the last "
-        "digit are rounded to nothing.",
-        "Keep parameters in float32 and compute under torch.autocast, or use an optimizer with float32 copies or stochastic rounding.",
-        82.0,
-        severity="warning",
+        "digit are rounded to nothing."
     )
+    advice = "Keep parameters in float32 and compute under torch.autocast, or use an optimizer with float32 copies or stochastic rounding."
+    return history.finding("low-precision-underflow", worst, evidence, cause, advice, 82.0, severity="warning")
 
 
 def _with_extremes(records: Sequence[StepRecord], source: str) -> list[tuple[tuple[str, ...], Tensor]]:
@@ -203,16 +196,10 @@ def _cleared(history: History) -> list[Finding]:
     gone = [step for step in both if used[step] == 0]
     if len(gone) < _FEWEST or len(gone) < _MOSTLY * len(both):
         return []
-    return history.finding(
-        "gradients-cleared",
-        "",
-        {"steps": float(len(gone)), "largest norm before": max(came[step] for step in gone)},
-        "The backward pass brings gradients, and the optimizer steps with zeros.",
-        "Move optimizer.zero_grad() before loss.backward(), with nothing between that and optimizer.step().",
-        121.0,
-        severity="error",
-        steps=gone,
-    )
+    evidence = {"steps": float(len(gone)), "largest norm before": max(came[step] for step in gone)}
+    cause = "The backward pass brings gradients, and the optimizer steps with zeros."
+    advice = "Move optimizer.zero_grad() before loss.backward(), with nothing between that and optimizer.step()."
+    return history.finding("gradients-cleared", "", evidence, cause, advice, 121.0, severity="error", steps=gone)
 
 
 def _no_update(history: History) -> list[Finding]:
@@ -275,17 +262,13 @@ def _equal(history: History) -> list[Finding]:
     found = constant if constant else zero if blocks else []
     if not found:
         return []
-    return history.finding(
-        "equal-units",
-        found[0],
-        {"matrices like this": float(len(found)), "of": float(known)},
+    evidence = {"matrices like this": float(len(found)), "of": float(known)}
+    cause = (
         f"All elements of this matrix begin with the same value, so all its units compute the same and get the same gradient."
-        f"{also_in(found)}",
-        "Draw weights at random, as torch's layers do by default, and keep constants for biases and gains.",
-        88.0,
-        severity="warning",
-        steps=[first.step],
+        f"{also_in(found)}"
     )
+    advice = "Draw weights at random, as torch's layers do by default, and keep constants for biases and gains."
+    return history.finding("equal-units", found[0], evidence, cause, advice, 88.0, severity="warning", steps=[first.step])
 
 
 def _settings(history: History, key: str) -> dict[str, tuple[Mapping[str, Any], float]]:
@@ -602,13 +585,9 @@ def _stuck(history: History) -> list[Finding]:
         overflowed += 1
     if overflowed < _STUCK:
         return []
+    evidence = {"overflowed steps in a row": float(overflowed)}
+    cause = "The GradScaler skips every step: the gradients overflow at any scale."
+    advice = "The forward or backward pass itself overflows: use bfloat16, or keep the layers that overflow in float32."
     return history.finding(
-        "non-finite-gradient",
-        "",
-        {"overflowed steps in a row": float(overflowed)},
-        "The GradScaler skips every step: the gradients overflow at any scale.",
-        "The forward or backward pass itself overflows: use bfloat16, or keep the layers that overflow in float32.",
-        100.0,
-        severity="error",
-        steps=history.steps[-overflowed:],
+        "non-finite-gradient", "", evidence, cause, advice, 100.0, severity="error", steps=history.steps[-overflowed:]
     )
