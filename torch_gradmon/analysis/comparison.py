@@ -73,8 +73,10 @@ class Order:
         self._begins: dict[str, int] = {}
         for place, name in enumerate(calls):
             self._ends.setdefault(name, place)
-            for outer in _enclosing(name):
-                self._begins.setdefault(outer, place)
+            while name:  # the module, those that contain it, and the model
+                self._begins.setdefault(name, place)
+                name = name.rpartition(".")[0]
+            self._begins.setdefault(n.ROOT, place)
         for name in (name for source in STAGES["activations"] for name in tensors.get(source, ())):
             self._begins.setdefault(_INSIDE.sub("", name), len(self._begins))
         self._parameters: dict[str, tuple[int, int]] = {}
@@ -102,13 +104,6 @@ class Order:
                 return self._begins.get(module, len(self._begins)), 0 if takes else 1
             return self._ends[module], 1
         return _LAST, 0
-
-
-def _enclosing(name: str) -> Iterable[str]:
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-    yield n.ROOT
 
 
 # --- Which values are compared, and how ---

@@ -124,9 +124,9 @@ class SpikeReport:
         signals = list(_signals(source, around, [event.signal for event in events]))
         recovery = [] if spike is None else list(_recovery(source, known, spike))
         others = [other for other in spikes if other is not spike]
-        loss, is_logged = _loss(source, step), any(_loss(source, number) is not None for number in around)
-        shown = source.context(step), around, changing, signals, suspects(source, step), recovery, others
-        return cls(step, events, spike, *shown, loss, is_logged)
+        context, ranked, loss = source.context(step), suspects(source, step), _loss(source, step)
+        is_logged = any(_loss(source, number) is not None for number in around)
+        return cls(step, events, spike, context, around, changing, signals, ranked, recovery, others, loss, is_logged)
 
     @property
     def cause(self) -> SpikeCause:

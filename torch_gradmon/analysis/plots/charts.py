@@ -218,8 +218,8 @@ def heatmap(
     values = tuple(map(tuple, by_block(panel.view, cells.values, groups).T.tolist()))
     usual = tuple(elements.medians(by_block(panel.view, panel.values, groups)).tolist()) if is_relative else None
     due = tuple(all(panel.names[place] in panel.due for place in places) for places in groups.values())
-    drawn = title, tuple(groups), cells.first, cells.last, values, panel.view.is_log
-    return Heatmap(*drawn, _marks(panels), usual, panel.gaps, panel.axis, due)
+    first, last, marks, is_log = cells.first, cells.last, _marks(panels), panel.view.is_log
+    return Heatmap(title, tuple(groups), first, last, values, is_log, marks, usual, panel.gaps, panel.axis, due)
 
 
 def norm(panels: PanelSet) -> LineChart:

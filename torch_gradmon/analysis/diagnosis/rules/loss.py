@@ -160,7 +160,9 @@ def _high(history: History, ratios: Matrix) -> list[Finding]:
     worst, fails = _harm(history)
     is_stuck = history.learning.is_stuck and not history.rests_at_chance
     stays = lower_median(ratios.part(0.25, 1).medians().values()) > _PART_HIGH
-    is_high = typical > _HIGH and (worst > _LEFT or (is_stuck and (stays or _rises(history, worst))))
+    loss = history.loss.finite  # whose noise at rest the early losses exceed, or of which that is unknown
+    rises = not loss or (worst - 1) * loss.values[0] > _SPREADS * spread(loss.part(0.8, 1)) or not loss.values[0] > 0
+    is_high = typical > _HIGH and (worst > _LEFT or (is_stuck and (stays or rises)))
     is_high |= typical > _PART_HIGH and worst > _FAR
     if is_high or (typical > _KILLS and history.learning.is_stuck and _died(history)):
         is_late = history.misses_beginning(ratios.steps)
@@ -213,12 +215,6 @@ def _harm(history: History) -> tuple[float, bool]:
         return 1.0, fails
     early = (*loss.part(0, 0.3).values, *loss.values[:_FIRST])  # a run that ends in NaN may have only a few
     return max(early) / loss.values[0], fails
-
-
-def _rises(history: History, worst: float) -> bool:
-    """Whether the early loss is ever above the first one by more than the noise of a loss that rests. Unknown counts as yes."""
-    loss = history.loss.finite
-    return not loss or (worst - 1) * loss.values[0] > _SPREADS * spread(loss.part(0.8, 1)) or not loss.values[0] > 0
 
 
 def _high_parts(history: History, ratios: Matrix, is_alone: bool) -> list[Finding]:
