@@ -11,6 +11,7 @@ from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import StatsTable, StepRecord
+from torch_gradmon.spikes.attribution import GradientNormHistory, ParameterAttribution
 
 #: A root mean square, or several statistics; the same in each step, or by step. None where a tensor has no row.
 Row = float | Mapping[str, float] | None
@@ -72,4 +73,12 @@ def history(
     names = {name for rows in sources.values() for name in rows}
     if matrices is None:
         matrices = {name: 100 for name in names if name.endswith("weight")}
-    return History(records, matrices=matrices, kinds=kinds or {})
+
+    def suspects(step: int) -> list[ParameterAttribution]:
+        gradients = GradientNormHistory()
+        for record in records:
+            if record.step <= step:
+                gradients.add(record.step, record.tables)
+        return gradients.suspects(step)
+
+    return History(records, matrices=matrices, kinds=kinds or {}, suspects=suspects)

@@ -73,9 +73,11 @@ class Order:
         self._begins: dict[str, int] = {}
         for place, name in enumerate(calls):
             self._ends.setdefault(name, place)
-            for outer in _enclosing(name):
-                self._begins.setdefault(outer, place)
-        for name in dict.fromkeys(name for source in STAGES["activations"] for name in tensors.get(source, ())):
+            while name:  # the module, those that contain it, and the model
+                self._begins.setdefault(name, place)
+                name = name.rpartition(".")[0]
+            self._begins.setdefault(n.ROOT, place)
+        for name in (name for source in STAGES["activations"] for name in tensors.get(source, ())):
             self._begins.setdefault(_INSIDE.sub("", name), len(self._begins))
         self._parameters: dict[str, tuple[int, int]] = {}
         reached = -1
@@ -102,14 +104,6 @@ class Order:
                 return self._begins.get(module, len(self._begins)), 0 if takes else 1
             return self._ends[module], 1
         return _LAST, 0
-
-
-def _enclosing(name: str) -> Iterable[str]:
-    """The module, those that contain it, and the model."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]
-    yield n.ROOT
 
 
 # --- Which values are compared, and how ---
@@ -144,7 +138,6 @@ class Rules:
         ignore: Patterns | None = None,
         rename: Mapping[str, str] | None = None,
     ) -> Rules:
-        """Raises TypeError or ValueError for a wrong argument."""
         own = _mapping("tolerances", tolerances, "{'update/': 1e-3}")
         new = _mapping("rename", rename, "{'^encoder': 'enc'}")
         return cls(
@@ -298,7 +291,6 @@ class SheetComparison:
         return float(sizes[column] / sizes[alike].max())
 
     def divergence(self, column: int, step: int, metrics: int = 1) -> Divergence:
-        """A value of the first step, whose number is ``step``, as a divergence."""
         key = self.pairing.keys[column]
         a, b, relative = (float(of[0, column]) for of in (self.left, self.right, self.relative))
         other, rtol = format_key(self.pairing.others[column]), float(self.pairing.rtol[column])
@@ -310,14 +302,10 @@ class Pairing:
 
     def __init__(self, sheets: tuple[_Keys, _Keys], absent: tuple[_Keys, _Keys], rules: Rules) -> None:
         self.sheets, self._absent, self._atol = sheets, absent, rules.atol
-        self._places = [
-            {key: column for column, key in enumerate((*own, *more))} for own, more in zip(sheets, absent, strict=True)
-        ]
-        found = [
-            (key, other, rtol)
-            for key in self._places[0]
-            if (other := rules.renamed(key)) in self._places[1] and (rtol := rules.tolerance(key, other)) is not None
-        ]
+        all_keys = [(*own, *more) for own, more in zip(sheets, absent, strict=True)]
+        self._places = [{key: column for column, key in enumerate(keys)} for keys in all_keys]
+        pairs = [(key, other) for key in all_keys[0] if (other := rules.renamed(key)) in self._places[1]]
+        found = [(*pair, rtol) for pair in pairs if (rtol := rules.tolerance(*pair)) is not None]
         self.keys, self.others = tuple(key for key, _, _ in found), tuple(other for _, other, _ in found)
         self._columns = [[place[key] for key in keys] for place, keys in zip(self._places, (self.keys, self.others), strict=True)]
         self.rtol = _real([rtol for _, _, rtol in found])
@@ -505,8 +493,6 @@ def interpret_noise(stage: str, key: str, share: float | None) -> str:
 
 
 def _of_place(onset: Divergence, before: int | None, compared: Container[str]) -> str:
-    """What is the same up to here, and what the first difference may come from."""
-
     def same(*stages: str) -> str:
         """Which of ``stages`` are the same, and which were not recorded in both runs."""
         known = [_SHORT.get(each, each) for each in stages if each in compared]
@@ -622,9 +608,8 @@ class Comparison:
             renamed = rules.renamed(key)
             first = self._items[0].setdefault(renamed, key)
             if first.name != key.name:
-                raise ValueError(
-                    f"rename: {first.name!r} and {key.name!r} would both be called {renamed.name!r}; give a narrower pattern"
-                )
+                both = f"{first.name!r} and {key.name!r} would both be called {renamed.name!r}"
+                raise ValueError(f"rename: {both}; give a narrower pattern")
         common = [(key, other) for other, key in self._items[0].items() if other in self._items[1]]
         if not common:
             hint = "" if rules.rename else "; rename= (--rename) maps the names that differ"
@@ -633,8 +618,6 @@ class Comparison:
             raise ValueError("keys= and ignore= leave out all that the runs have in common")
 
     def unmatched(self, steps: tuple[Sequence[int], Sequence[int]], gaps: tuple[Gaps, Gaps]) -> tuple[Unmatched, Unmatched]:
-        """What only one of the runs has, of the selected steps of each."""
-
         def of_one(at: int) -> Unmatched:
             others, present = self._items[1 - at], self._runs[at].present(steps[at])
             lacking = ((key, other) for other, key in self._items[at].items() if other not in others and key in present)
@@ -683,10 +666,8 @@ class Comparison:
         """The keys that one run lacks in these steps but has in others."""
         renamed, there = {self.rules.renamed(key) for key in left}, set(right)
         items = ((key, item_of(key)) for key in right if key not in renamed)
-        more_left = tuple(
-            key._replace(name=self._items[0][item].name) for key, item in items if item is not None and item in self._items[0]
-        )
-        return more_left, tuple(key for key in renamed if key not in there and item_of(key) in self._items[1])
+        more = tuple(key._replace(name=self._items[0][item].name) for key, item in items if item and item in self._items[0])
+        return more, tuple(key for key in renamed if key not in there and item_of(key) in self._items[1])
 
     def _record(self, found: ScanResult, steps: Sequence[int], sheets: Sequence[SheetComparison]) -> None:
         divergence = _first_row([sheet.diverges for sheet in sheets])
@@ -730,10 +711,8 @@ class Comparison:
         for run, found in zip(("second", "first"), gaps, strict=True):  # what only the first has is missing from the second
             keys = sorted((key for key, (_, first) in found.items() if first == onset.step), key=self._order.rank)
             if keys:
-                more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-                sentences.append(
-                    f"In step {onset.step} the {run} run lacks {format_key(keys[0])}{more}, which it has in other steps."
-                )
+                lacks = f"{format_key(keys[0])}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
+                sentences.append(f"In step {onset.step} the {run} run lacks {lacks}, which it has in other steps.")
                 stages.append(stage_of(keys[0]))
         order = list(STAGES)
         return " ".join(sentences), any(order.index(stage) <= order.index(onset.stage) for stage in stages)
@@ -759,7 +738,6 @@ class Comparison:
         return {key: values for key, values in found.items() if values}
 
     def stages(self, step: int) -> dict[str, StageCounts]:
-        """What is compared in a step, by stage, in their order."""
         cells: dict[str, dict[Key, tuple[bool, bool, float]]] = {}
         for sheet in self._compared([step], thorough=True):
             both = (sheet.has_left & sheet.has_right)[0].tolist()

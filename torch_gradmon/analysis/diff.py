@@ -56,7 +56,8 @@ class RunDiff(ShownAsText):
     strict: bool = False
 
     def __str__(self) -> str:
-        tables = [*([] if self.first is None else [_divergences(self)]), _stages(self), _growth(self)]
+        compared = _table(f"compared in step {self.steps[-1]}", ("tensors", "values", "largest"), stage_rows(self))
+        tables = [*([] if self.first is None else [_divergences(self)]), compared, _growth(self)]
         parts = [_wrapped(opening(self)), *tables, _wrapped(unmatched(self))]
         return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
@@ -109,12 +110,9 @@ _DIVERGENCES, _NAMES = 6, 3
 def opening(result: RunDiff) -> Iterator[str]:
     """The sentences on whether and where the runs diverge, and what that points to."""
     yield from _equal(result) if result.first is None else _divergent(result)
+    sides = ((name, *(cut_start(side, 30) or "none" for side in values)) for name, values in result.settings.items())
     if result.settings:
-        both = (
-            f"{name} {cut_start(own, 30) or 'none'} and {cut_start(other, 30) or 'none'}"
-            for name, (own, other) in result.settings.items()
-        )
-        yield f"settings that differ: {'; '.join(both)}"
+        yield f"settings that differ: {'; '.join(f'{name} {own} and {other}' for name, own, other in sides)}"
 
 
 def _wrapped(lines: Iterator[str]) -> Iterator[str]:
@@ -145,7 +143,7 @@ def _divergent(result: RunDiff) -> Iterator[str]:
     assert onset is not None, "divergent values differ"
     yield f"{result.runs[0]} and {result.runs[1]} diverge in step {first.step}: {first.key}"
     also = "" if first.other == first.key else f", in the second run {first.other}"
-    yield f"  {_values(first)}, relative difference {number(first.relative)} (tolerance {first.rtol:.3g}){also}"
+    yield f"  {' and '.join(both(first))}, relative difference {number(first.relative)} (tolerance {first.rtol:.3g}){also}"
     if (onset.step, onset.key) != (first.step, first.key):
         yield f"a smaller difference, {number(onset.relative)}, exists since {_on_one_line(onset)}"
     yield result.interpretation
@@ -154,11 +152,7 @@ def _divergent(result: RunDiff) -> Iterator[str]:
 
 
 def _on_one_line(divergence: Divergence) -> str:
-    return f"step {divergence.step}, {divergence.key}, {_values(divergence)}"
-
-
-def _values(divergence: Divergence) -> str:
-    return " and ".join(both(divergence))
+    return f"step {divergence.step}, {divergence.key}, {' and '.join(both(divergence))}"
 
 
 def both(divergence: Divergence) -> tuple[str, str]:
@@ -179,18 +173,11 @@ def _table(
 
 
 def _divergences(result: RunDiff) -> Iterator[str]:
-    """The divergent values of the last step, in the order of computation."""
     head = f"diverges in step {result.steps[-1]}, in the order of the step"
     shown = ((each.key, *both(each), number(each.relative)) for each in result.divergences[:_DIVERGENCES])
     yield from _table(head, ("first run", "second run", "relative"), shown)
-    more = len(result.divergences) - _DIVERGENCES
-    if more > 0:
+    if (more := len(result.divergences) - _DIVERGENCES) > 0:
         yield f"  and {more} more"
-
-
-def _stages(result: RunDiff) -> Iterator[str]:
-    """What was compared in the last step."""
-    return _table(f"compared in step {result.steps[-1]}", ("tensors", "values", "largest"), stage_rows(result))
 
 
 def stage_rows(result: RunDiff) -> list[list[str]]:
@@ -202,7 +189,6 @@ def stage_rows(result: RunDiff) -> list[list[str]]:
 
 
 def _growth(result: RunDiff) -> Iterator[str]:
-    """The differences of the whole model in later steps."""
     steps = sorted({step for values in result.growth.values() for step in values})
     if len(steps) < 2:
         return
@@ -294,7 +280,10 @@ def diff_runs(
     """
     rules = Rules.of(rtol, atol, tolerances, keys, ignore, rename)
     check.flag(strict=strict)
-    with single_threaded(), _opened(a) as left, _opened(b) as right:
+    with single_threaded(), contextlib.ExitStack() as opened:
+        left, right = (
+            run._reader if isinstance(run, Run) else opened.enter_context(contextlib.closing(read_run(run))) for run in (a, b)
+        )
         names = ("a" if isinstance(a, Run) else os.fspath(a), "b" if isinstance(b, Run) else os.fspath(b))
         return _diff(left, right, names, rules, (first, last), strict, progress)
 
@@ -344,15 +333,6 @@ def _diff(
     )
 
 
-@contextlib.contextmanager
-def _opened(run: Run | str | os.PathLike[str]) -> Iterator[RunReader]:
-    if isinstance(run, Run):
-        yield run._reader
-    else:
-        with contextlib.closing(read_run(run)) as opened:
-            yield opened
-
-
 def _span(steps: Sequence[int]) -> str:
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if steps else "none of the selected ones"
 
@@ -369,6 +349,5 @@ def _growth_steps(common: Sequence[int], onset: int, last: int) -> list[int]:
 
 def _tags(left: RunReader, right: RunReader, step: int) -> dict[str, tuple[Any, Any]]:
     own, others = (run.context(step).get("tags", {}) for run in (left, right))
-    shared = [name for name in own if name in others]
-    is_nan = {name for name in shared if own[name] != own[name] and others[name] != others[name]}
-    return {name: (own[name], others[name]) for name in shared if own[name] != others[name] and name not in is_nan}
+    both = {name: (value, others[name]) for name, value in own.items() if name in others}
+    return {name: (a, b) for name, (a, b) in both.items() if a != b and (a == a or b == b)}  # NaN is as NaN

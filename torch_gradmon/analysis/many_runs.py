@@ -38,8 +38,6 @@ _SIZES = re.compile(r" \(|, ")
 
 @dataclass(frozen=True)
 class RunCard:
-    """A run in one row."""
-
     name: str
     # silent if its process is gone, or its last step is older than five usual intervals and a minute; ended if its monitor was detached;
     # empty without a step; unknown if there is only one, which shows no interval
@@ -82,7 +80,6 @@ class RunCard:
         return is_loss_of_network(Key("", self.loss_key, ""))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: numbers that are not finite are strings."""
         found: dict[str, Any] = strict(vars(self))
         return found
 
@@ -166,7 +163,6 @@ def _sentence(status: RunStatus, raised: str, unwritten: int) -> str:
 
 
 def _described(spike: Episode | None, sentence: str, place: str) -> dict[str, Any]:
-    """A spike as fields of the row: a sentence, its step, and where it was."""
     if spike is None:
         return {sentence: "", f"{place}_step": None, f"{place}_where": ""}
     return {sentence: str(spike), f"{place}_step": spike.worst.step, f"{place}_where": _SIZES.split(spike.worst.where)[0]}
@@ -210,7 +206,6 @@ _WIDTH, _INDENT, _MOST = 100, 10, 3
 
 
 def has_stalled(card: RunCard) -> bool:
-    """Whether no step has come for long, of a run that has not ended."""
     if card.state in ("ended", "empty"):
         return False
     return card.age > (_LONELY if card.usual is None else max(_TIMES * card.usual, _LEAST, PAUSES * card.pause))
@@ -266,7 +261,7 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
 
 def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
     yield f"{card.name}: {card.status}"
-    lines = []
+    lines: list[tuple[str, str]] = []
     if card.loss is not None:
         what = " (median of the last twentieth of the steps)" if math.isfinite(card.loss) else ""
         of_one = ""
@@ -279,8 +274,7 @@ def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
         lines.append(("head-room", f"{card.headroom:.0%} of the critical learning rate is used"))
     if card.spikes:
         lines.append(("spikes", f"{card.spikes}, the largest: {card.worst_spike}"))
-    for finding in diagnosis.findings[:_MOST]:
-        lines.append((finding.severity, f"{placed(finding.rule, finding.where)}: {finding.cause}"))
+    lines += [(each.severity, f"{placed(each.rule, each.where)}: {each.cause}") for each in diagnosis.findings[:_MOST]]
     if (rest := len(diagnosis.findings) - _MOST) > 0:
         lines.append(("", f"and {rest} more: gradmon diagnose {card.name}"))
     lines.append(("next", next_action(card, diagnosis)))

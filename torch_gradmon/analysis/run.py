@@ -93,7 +93,10 @@ def read_run(path: str | os.PathLike[str]) -> RunReader:
     try:
         return RunReader(path)
     except FileNotFoundError as error:
-        raise FileNotFoundError(no_run(path, error)) from None
+        below = list(find_runs(path)) if Path(path).is_dir() else []
+        names = [printable(str(Path(path) / name)) for name in below]
+        instead = f"there is no run in {os.fspath(path)!r} itself; below it: {listed(names, _NAMED)}"
+        raise FileNotFoundError(instead if names else str(error)) from None
 
 
 class Run:
@@ -353,13 +356,3 @@ def find_runs(root: str | os.PathLike[str]) -> dict[str, Path]:
 def is_below(path: Path, root: str | os.PathLike[str]) -> bool:
     """Whether a run that was found still stands where it was found, and nobody has put a link in its way."""
     return path.resolve() == Path(root).resolve() / path.relative_to(root)
-
-
-def no_run(path: str | os.PathLike[str], error: FileNotFoundError) -> str:
-    """What to say of a directory without a run: ``error``, or the names of the runs below it."""
-    try:
-        below = list(find_runs(path))
-    except OSError:
-        below = []
-    names = [printable(str(Path(path) / name)) for name in below]
-    return f"there is no run in {os.fspath(path)!r} itself; below it: {listed(names, _NAMED)}" if names else str(error)

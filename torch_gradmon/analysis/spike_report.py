@@ -87,8 +87,6 @@ _CHANGING = ("lr", "amp_scale")
 
 @dataclass(frozen=True)
 class SpikeReport:
-    """What is known of one step and its spike, if it has one."""
-
     step: int
     events: Sequence[SpikeEvent]
     episode: Episode | None  # the spike of successive steps that it belongs to
@@ -119,34 +117,29 @@ class SpikeReport:
         events = [] if spike is None else [event for event in spike.events if event.step == step]
         around = known[max(0, known.index(step) - _BEFORE) : known.index(step) + _AFTER + 1]
         contexts = [source.context(number) for number in around]
-        facts = {name: [_first(context.get(name)) for context in contexts] for name in _CHANGING}
-        return cls(
-            step,
-            events,
-            spike,
-            source.context(step),
-            around,
-            [(name, values) for name, values in facts.items() if any(value != values[0] for value in values)],
-            list(_signals(source, around, [event.signal for event in events])),
-            suspects(source, step),
-            [] if spike is None else list(_recovery(source, known, spike)),
-            [other for other in spikes if other is not spike],
-            _loss(source, step),
-            any(_loss(source, number) is not None for number in around),
-        )
+        all_facts = {name: [context.get(name) for context in contexts] for name in _CHANGING}
+        facts = {
+            name: [fact[0] if isinstance(fact, list) and fact else fact for fact in each] for name, each in all_facts.items()
+        }
+        changing = [(name, values) for name, values in facts.items() if any(value != values[0] for value in values)]
+        signals = list(_signals(source, around, [event.signal for event in events]))
+        recovery = [] if spike is None else list(_recovery(source, known, spike))
+        others = [other for other in spikes if other is not spike]
+        context, ranked, loss = source.context(step), suspects(source, step), _loss(source, step)
+        is_logged = any(_loss(source, number) is not None for number in around)
+        return cls(step, events, spike, context, around, changing, signals, ranked, recovery, others, loss, is_logged)
 
     @property
     def cause(self) -> SpikeCause:
         return spike_cause(self.suspects, self.step, self.loss, self.is_loss_logged, "by_turns" in self.context)
 
     def to_dict(self) -> dict[str, Any]:
-        cause = self.cause
         spike = self.episode
         found = {
             "step": self.step,
             "spikes": [asdict(event) for event in self.events],
             "spike": None if spike is None else {"first": spike.first, "last": spike.last, "worst": spike.worst.step},
-            "cause": asdict(cause),
+            "cause": asdict(self.cause),
             "loss": self.loss,
             "steps": list(self.around),
             "values": {name: list(values) for name, values in (*self.signals, *self.facts)},
@@ -177,10 +170,6 @@ def _loss(source: StepSource, step: int) -> float | None:
     return loss_in({parse_key(key): value for key, value in source.metrics(step).items()})
 
 
-def _first(fact: Any) -> Any:
-    return fact[0] if isinstance(fact, list) and fact else fact
-
-
 def _signals(source: StepSource, around: Sequence[int], spiked: Sequence[str]) -> Iterator[tuple[str, list[float | None]]]:
     values = {number: source.metrics(number) for number in around}
     shown = set()
@@ -205,8 +194,6 @@ def _recovery(source: StepSource, known: Sequence[int], spike: Episode) -> Itera
 
 
 class SpikeSummary(NamedTuple):
-    """A spike on one line."""
-
     step: int  # the worst
     first: int
     last: int
@@ -274,11 +261,9 @@ def _heading(report: SpikeReport) -> Iterator[str]:
     if tuned := context.pop("tuned", None):
         yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {request_text(tuned)}"
     tags, norms, rows = context.pop("tags", {}), context.pop("batch_norms", {}), context.pop("rows", {})
-    facts = {
-        name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_fraction", n.NO_ATTENTION)
-    }
-    if facts:
-        yield "  " + ", ".join(f"{name} {_fact(value)}" for name, value in facts.items())
+    hidden = ("time", "overhead_fraction", n.NO_ATTENTION)
+    if facts := [f"{name} {_fact(value)}" for name, value in {**tags, **context}.items() if name not in hidden]:
+        yield "  " + ", ".join(facts)
     if rows:
         named = [f"{name} ({significant(float(loss))})" for name, loss in zip(rows["ids"], rows["losses"], strict=True)]
         yield f"  rows with the largest losses, of {rows['count']} with a sum of {significant(rows['sum'])}: {', '.join(named)}"
@@ -314,9 +299,8 @@ def _parameters(report: SpikeReport) -> Iterator[str]:
     known = ""
     if not is_spike or not found.is_common:  # otherwise the last line states it
         is_known = any(suspect.score is not None for suspect in suspects)
-        known = (
-            f"{calm} of {len(suspects)} as usual" if is_known else "too few earlier steps are known to determine what is usual"
-        )
+        few = "too few earlier steps are known to determine what is usual"
+        known = f"{calm} of {len(suspects)} as usual" if is_known else few
     if (left := len(suspects) - _LAYERS) > 0:
         yield f"... and {left} more{'; ' * bool(known)}{known}"
     elif known:

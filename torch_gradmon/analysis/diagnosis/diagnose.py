@@ -7,17 +7,10 @@ from dataclasses import replace
 
 from .findings import Diagnosis, Finding, NotMeasured
 from .history import History
+from .rules import unused_parameters
 from .rules.depth import check_attention, check_clipping, check_depth, check_spikes
 from .rules.loss import check_learning_rate, check_loop, check_loss, check_skipped, check_units
 from .rules.nonfinite import check_certain, check_nonfinite, check_precision
-from .rules.unused_parameters import (
-    check_bounds,
-    check_foresight,
-    check_frozen,
-    check_latent,
-    check_unused_parameters,
-    check_weights,
-)
 
 Rule = Callable[[History], list[Finding]]
 
@@ -28,17 +21,17 @@ RULES: dict[str, Rule] = {
     "non-finite": check_nonfinite,
     "certain": check_certain,
     "depth": check_depth,
-    "reach": check_unused_parameters,
-    "frozen": check_frozen,
+    "reach": unused_parameters.check_unused_parameters,
+    "frozen": unused_parameters.check_frozen,
     "precision": check_precision,
     "units": check_units,
     "clipping": check_clipping,
     "rates": check_learning_rate,
     "attention": check_attention,
-    "weights": check_weights,
-    "bounds": check_bounds,
-    "latent": check_latent,
-    "foresight": check_foresight,
+    "weights": unused_parameters.check_weights,
+    "bounds": unused_parameters.check_bounds,
+    "latent": unused_parameters.check_latent,
+    "foresight": unused_parameters.check_foresight,
     "loss": check_loss,
     "spikes": check_spikes,
     "skipped": check_skipped,

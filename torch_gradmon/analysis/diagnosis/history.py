@@ -22,7 +22,7 @@ from ...core.trainers import advice_for
 from ...core.validation import subsample_steps
 from ...runs.reader import RunReader, Window
 from ...spikes.attribution import ParameterAttribution
-from ...spikes.signals import Episode, GradientNormHistory, by_size, episodes
+from ...spikes.signals import Episode, by_size, episodes
 from ..spike_report import suspects
 from .findings import Finding
 from .series import GradientEdit, Matrix, Series, lower_median
@@ -69,8 +69,6 @@ _PROBABLY = 2.33
 
 @dataclass(frozen=True)
 class Learning:
-    """The trend of the loss."""
-
     state: State  # unknown without enough losses
     first: float = math.nan  # the median loss at the beginning; NaN if unknown
     last: float = math.nan  # the median of the last fifth
@@ -209,8 +207,8 @@ class History:
     kinds: Mapping[str, str] = field(default_factory=dict)
     place: str = ""  # path of the run as in a command line; empty for a run without a directory
     recorded: Sequence[int] | None = None  # all recorded steps, ascending; None for those of the records
-    # ranks the parameters of a step by suspicion; None if that is done from the gradients in the records
-    suspects_of: Callable[[int], Sequence[ParameterAttribution]] | None = None
+    # the parameters of a step, ranked by suspicion; empty if its gradients are unknown
+    suspects: Callable[[int], Sequence[ParameterAttribution]] = lambda step: ()
     known_chance: Mapping[str, float] = field(default_factory=dict)  # the loss of the best constant answer, see Targets.chance
     groups: Sequence[Mapping[str, Any]] = ()
     frozen: frozenset[str] = frozenset()  # parameters that did not require a gradient when the optimizers were attached
@@ -232,7 +230,6 @@ class History:
 
     @classmethod
     def of_run(cls, run: RunReader, most: int = MOST) -> History:
-        """Read at most ``most`` steps of a run directory."""
         events, meta = run.events, run.meta
         loss = loss_among(run.scalars)
         liked = [] if loss is None or len(run.steps) <= most else sorted(run.stored(loss))
@@ -243,7 +240,7 @@ class History:
             loop_findings(meta),
             place=shlex.quote(str(run.path)),
             recorded=run.steps,
-            suspects_of=partial(suspects, run),
+            suspects=partial(suspects, run),
             known_chance=meta.get("chance", {}),
             groups=meta.get("optimizers", ()),
             frozen=frozenset(meta.get("frozen", ())),
@@ -262,12 +259,6 @@ class History:
         return self if last == len(self.records) else replace(self, records=self.records[:last], is_cut=True)
 
     @property
-    def died(self) -> bool:
-        """Whether NaN or Inf ended it: what can be known of it, its few steps have to show."""
-        ends = (series.values[-1] for series in (self.loss, self.series("grad_norm")) if len(series))
-        return self.is_cut or not all(map(math.isfinite, ends))
-
-    @property
     def steps(self) -> list[int]:
         return [record.step for record in self.records]
 
@@ -281,16 +272,6 @@ class History:
         steps = self.steps if self.recorded is None else self.recorded
         last = self.steps[-1] if self.records else -math.inf
         return episodes([event for event in self.events if event.step <= last and math.isfinite(event.value)], steps)
-
-    def suspects(self, step: int) -> Sequence[ParameterAttribution]:
-        """The parameters of a step, ranked by suspicion; empty if its gradients are unknown."""
-        if self.suspects_of is not None:
-            return self.suspects_of(step)
-        gradients = GradientNormHistory()
-        for record in self.records:
-            if record.step <= step:
-                gradients.add(record.step, record.tables)
-        return gradients.suspects(step)
 
     def series(self, name: str) -> Series:
         """A whole-model value by its name, such as ``grad_norm``, or a logged value by its key; empty without any."""
@@ -355,7 +336,6 @@ class History:
 
     @cached_property
     def largest_rates(self) -> Series:
-        """The same as :attr:`rates`, of the steps in which it is known."""
         return Series.of((record.step, float(max(rates))) for record in self.records if (rates := record.context.get("lr")))
 
     @property
@@ -402,7 +382,6 @@ class History:
 
     @property
     def may_rest(self) -> bool:
-        """Whether the loss may have fallen before its first value."""
         return self.misses_beginning(self.loss.finite.steps)
 
     def misses_beginning(self, steps: Sequence[int]) -> bool:
@@ -448,7 +427,6 @@ class History:
 
     @cached_property
     def first_loss(self) -> float:
-        """The loss at the beginning of the training; NaN if it is unknown."""
         place = self.beginning(self.loss.finite.steps)
         return math.nan if place is None else self.loss.finite.values[place]
 
@@ -458,7 +436,6 @@ class History:
 
     @cached_property
     def edit(self) -> GradientEdit:
-        """What the loop does to gradients between backward and the optimizer's step."""
         if self.series("clip_limit"):  # an adaptive clip, whose bound changes, scales nothing else
             return GradientEdit()
         kept = self.ratio(n.GRADIENT, n.GRADIENT_BEFORE_CLIP)
@@ -482,7 +459,6 @@ class History:
 
     @property
     def unclipped_norm(self) -> Series:
-        """``grad_norm`` in the same way."""
         return self.edit.before_clip(self.series("grad_norm"))
 
     def is_gone(self, name: str) -> bool:
@@ -599,8 +575,6 @@ _BEGINS = 0.5
 
 
 class Precautions:
-    """What the training already does."""
-
     def __init__(self, history: History) -> None:
         records, rates = history.records, history.largest_rates
         # whether the limit of the clip follows the gradients

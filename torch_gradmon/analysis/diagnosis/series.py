@@ -36,7 +36,6 @@ class Series:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> Series:
-        """A series of pairs of a step and its value, ascending by step."""
         found = dict(pairs)
         return cls(tuple(found), tuple(found.values()))
 
@@ -49,9 +48,13 @@ class Series:
     def pairs(self) -> Iterable[tuple[int, float]]:
         return zip(self.steps, self.values, strict=True)
 
+    def beside(self, other: Series) -> list[tuple[int, float, float]]:
+        """The steps that both have, with both values."""
+        others = dict(other.pairs())
+        return [(step, value, others[step]) for step, value in self.pairs() if step in others]
+
     @cached_property
     def finite(self) -> Series:
-        """Without the values that are NaN or infinite."""
         if all(map(math.isfinite, self.values)):
             return self
         return Series.of((step, value) for step, value in self.pairs() if math.isfinite(value))
@@ -86,8 +89,7 @@ _FEW, _OFTEN = 3, 0.1
 
 def clip_bound(before: Series, after: Series) -> float | None:
     """The norm to which gradients are clipped: most of the clipped steps have it in common, or many have it and none has more."""
-    clipped = dict(after.pairs())
-    cut = [a for s, b in before.pairs() if (a := clipped.get(s)) is not None and math.isfinite(b) and a < (1 - _SAME) * b]
+    cut = [a for _, b, a in before.beside(after) if math.isfinite(b) and a < (1 - _SAME) * b]
     if not cut:
         return None
     usual, most = lower_median(cut), max(cut)
@@ -111,8 +113,7 @@ class GradientEdit:
         A factor that steps of different norms have in common is a scaling, and a norm that they have in common a bound. Where factors
         are all different, and no norms alike, the scaling is another one in each step.
         """
-        used = {step: value for step, value in after.pairs() if 0 < value < math.inf}
-        pairs = [(s, b, used[s]) for s, b in before.pairs() if s in used and 0 < b < math.inf]
+        pairs = [(step, b, a) for step, b, a in before.beside(after) if 0 < b < math.inf and 0 < a < math.inf]
         if not pairs or not scales_alike(kept):
             return cls()  # of single parameters or elements, and not of the norm of all gradients together
         factor = _common_factor([(a / b, b) for _, b, a in pairs])
@@ -125,7 +126,6 @@ class GradientEdit:
         return cls(bound, {step: free.get(step, usual) for step in before.steps})
 
     def before_clip(self, norms: Series) -> Series:
-        """The norms that a clip gets, from those that backward brings."""
         return Series.of((step, norm * self.scales.get(step, 1.0)) for step, norm in norms.pairs())
 
 
@@ -245,6 +245,5 @@ class Matrix:
         return {name: value for name, value in zip(self.names, found, strict=bool(found)) if value > -math.inf}
 
     def medians(self) -> dict[str, float]:
-        """The median value of each tensor that has one."""
         found = torch.nanmedian(self.values, dim=0).values.tolist() if len(self.steps) else []
         return {name: value for name, value in zip(self.names, found, strict=bool(found)) if not math.isnan(value)}

@@ -35,11 +35,6 @@ from .elements import (
     PlotView,
     RecordedSteps,
     Subplot,
-    downsampled,
-    intersection,
-    is_relative_by_default,
-    medians,
-    steps_after,
 )
 
 # --- Where drawn values come from: a run directory, or the records in a monitor's memory ---
@@ -77,8 +72,6 @@ _Part = tuple[tuple[int, ...], tuple[str, ...], dict[str, torch.Tensor]]
 
 
 class PanelSet:
-    """The values of a run, each computed on first use."""
-
     def __init__(self, source: RunReader | ValueSource, title: str = "") -> None:
         self._source, self.title = source, title
         contexts = {step: source.context(step) for step in source.steps}
@@ -99,7 +92,6 @@ class PanelSet:
         return Series.of((self._source.stored(Key(n.SUMMARY, "", name)) or self._source.stored(Key("", name, ""))).items())
 
     def loss(self) -> Series:
-        """The logged loss; empty without one."""
         key = loss_among(key for key in self._source.scalars if not key.source)
         return Series() if key is None else Series.of(self._source.stored(key).items())
 
@@ -220,21 +212,14 @@ def heatmap(
 ) -> Heatmap:
     """A view over the steps, by blocks if there are more than ``rows`` layers; ``relative`` to the median of the row."""
     panel = _panel(panels, view)
-    cells, groups = downsampled(panel, columns), blocks(panel.names, rows)
-    is_relative = is_relative_by_default(panel.steps, panel.view.is_log) if relative is None else relative
-    return Heatmap(
-        f"{panel.view.title}, relative to the row's median" if is_relative else panel.view.title,
-        tuple(groups),
-        cells.first,
-        cells.last,
-        tuple(map(tuple, by_block(panel.view, cells.values, groups).T.tolist())),
-        panel.view.is_log,
-        _marks(panels),
-        tuple(medians(by_block(panel.view, panel.values, groups)).tolist()) if is_relative else None,
-        panel.gaps,
-        panel.axis,
-        tuple(all(panel.names[place] in panel.due for place in places) for places in groups.values()),
-    )
+    cells, groups = elements.downsampled(panel, columns), blocks(panel.names, rows)
+    is_relative = elements.is_relative_by_default(panel.steps, panel.view.is_log) if relative is None else relative
+    title = f"{panel.view.title}, relative to the row's median" if is_relative else panel.view.title
+    values = tuple(map(tuple, by_block(panel.view, cells.values, groups).T.tolist()))
+    usual = tuple(elements.medians(by_block(panel.view, panel.values, groups)).tolist()) if is_relative else None
+    due = tuple(all(panel.names[place] in panel.due for place in places) for places in groups.values())
+    first, last, marks, is_log = cells.first, cells.last, _marks(panels), panel.view.is_log
+    return Heatmap(title, tuple(groups), first, last, values, is_log, marks, usual, panel.gaps, panel.axis, due)
 
 
 def norm(panels: PanelSet) -> LineChart:
@@ -268,7 +253,7 @@ def update(panels: PanelSet) -> LineChart:
         raise ValueError(NO_UPDATE)
     lines = [Line.of("whole model", whole, elements.BLUE, panels.gaps(whole.steps))]
     if len(low) and low.steps == high.steps:
-        after = steps_after(panels.gaps(low.steps), low.steps, POINTS)
+        after = elements.steps_after(panels.gaps(low.steps), low.steps, POINTS)
         below, above = _band(low, high, after)
         lines.insert(0, Line("10th to 90th percentile of matrices", below, elements.SKY, below, above, after_gaps=after))
     return LineChart("update over parameter", (Subplot("update / parameter", tuple(lines), bands=USUAL_UPDATES),), _marks(panels))
@@ -284,16 +269,10 @@ def depth(panels: PanelSet, view: str = "gradient", step: int | None = None, row
         raise ValueError(f"step {step} has no {panel.view.title}; the nearest that has is {close}")
     groups = blocks(panel.names, rows)
     values = by_block(panel.view, panel.values, groups)
-    known = values.where(values.isfinite(), math.nan)
-    low, high = known.nan_to_num(nan=math.inf).amin(0), known.nan_to_num(nan=-math.inf).amax(0)
-    return DepthProfile(
-        f"{panel.view.title} in step {step}",
-        tuple(groups),
-        tuple(values[panel.steps.index(step)].tolist()),
-        tuple(low.where(low.isfinite(), math.nan).tolist()),
-        tuple(high.where(high.isfinite(), math.nan).tolist()),
-        panel.view.is_log,
-    )
+    ends = values.where(values.isfinite(), math.inf).amin(0), values.where(values.isfinite(), -math.inf).amax(0)
+    low, high = (tuple(end.where(end.isfinite(), math.nan).tolist()) for end in ends)
+    title, now = f"{panel.view.title} in step {step}", tuple(values[panel.steps.index(step)].tolist())
+    return DepthProfile(title, tuple(groups), now, low, high, panel.view.is_log)
 
 
 def layers(panels: PanelSet, view: str = "gradient", names: Sequence[str] = ()) -> LineChart:
@@ -344,11 +323,7 @@ def _panel(panels: PanelSet, view: str) -> Panel:
 def _band(low: Series, high: Series, after_gaps: Sequence[int] = ()) -> tuple[Series, Series]:
     """The lowest lower and the highest upper edge of equally many steps each, never combined over a gap."""
     size = -(-len(low) // POINTS)
-    edges = [
-        (step, below, above)
-        for step, below, above in zip(low.steps, low.values, high.values, strict=True)
-        if below > 0 and math.isfinite(above)
-    ]
+    edges = [edge for edge in low.beside(high) if edge[1] > 0 and math.isfinite(edge[2])]
     pieces = [list(some) for _, some in groupby(edges, key=lambda edge: bisect_right(after_gaps, edge[0]))]
     bins = [piece[at : at + size] for piece in pieces for at in range(0, len(piece), size)]
     steps = tuple(some[0][0] for some in bins)
@@ -401,7 +376,7 @@ class RunPair:
         both = merged([own.names, second.names])
         names = fitting({name: sum(each.get(name, 0) for each in known) for name in both}, len(steps))
         span = min(own.axis[0], second.axis[0]), max(own.axis[1], second.axis[1])
-        gaps = intersection(own.gaps, second.gaps)
+        gaps = elements.intersection(own.gaps, second.gaps)
         a, b = (replace(each.of(steps, names), gaps=gaps, span=span, due=frozenset()) for each in (own, second))
         view = PlotView(f"{first.view.title}, relative difference", first.view.sources, first.view.metric, is_difference=True)
         return PanelPair(a, b, replace(a, view=view, values=relative(a.values, b.values)))
@@ -451,7 +426,6 @@ def pair_layers(pair: RunPair, names: Sequence[str], marks: Sequence[int] = ()) 
 
 
 def _subplot(pair: RunPair, title: str, name: str, **options: Any) -> tuple[Subplot, ...]:
-    """A subplot of a value of both runs; empty if neither run has it."""
     lines = _lines(pair, [panels.line(name) for panels in pair.panel_sets], POINTS)
     return (Subplot(title, lines, **options),) if lines else ()
 
@@ -491,7 +465,6 @@ def plot(source: RunReader | ValueSource, kind: str, engine: str, options: dict[
 
 
 def _check(options: dict[str, Any]) -> None:
-    """Check the options that several charts have; each chart refuses unknown ones."""
     for name in ("rows", "columns"):
         if name in options:
             check.positive_int(name, options[name])

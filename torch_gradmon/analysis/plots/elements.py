@@ -65,11 +65,9 @@ def recent_ratios(values: Tensor, begins: Sequence[int], ends: Sequence[int]) ->
     Returns float64 ``[columns, layers]``: the ratio farthest from one in the column; infinity for values that are not finite, 0 for those
     that are exactly 0, NaN where there is no value, or none before it.
     """
-    finite = values.where(values.isfinite(), math.nan)
     found = []
     for begin, end in zip(begins, ends, strict=True):
-        usual = finite[max(0, begin - RECENT) : max(begin, _ENOUGH)].nanmedian(0).values
-        part = values[begin : end + 1]
+        part, usual = values[begin : end + 1], medians(values[max(0, begin - RECENT) : max(begin, _ENOUGH)])
         ratios = (part / usual).clamp(10**-_FAR, 10**_FAR)
         ratios = torch.where(part == 0, 0.0, torch.where(part.isinf(), math.inf, ratios))
         farthest = ratios.log10().abs().nan_to_num(nan=-1.0, posinf=math.inf).argmax(0, keepdim=True)
@@ -78,14 +76,10 @@ def recent_ratios(values: Tensor, begins: Sequence[int], ends: Sequence[int]) ->
 
 
 def deviations(values: Tensor, usual: Tensor, is_log: bool) -> Tensor:
-    """The distance of values from the median of their layer: the logarithm of the ratio, or the difference on a linear scale.
-
-    NaN where there is no finite value, or no median, and for the logarithm of a zero: a map has a colour of its own for it. If a layer is
-    mostly zero, its median is zero, and all else deviates most.
-    """
+    """The distance from the layer's median: a logarithm of the ratio, NaN for a 0, which has a colour of its own; or a difference."""
     if not is_log:
         return (values - usual).where(values.isfinite(), math.nan)
-    far = (values / usual).log10().clamp(-_FAR, _FAR)
+    far = (values / usual).log10().clamp(-_FAR, _FAR)  # all but zeros is far from a median of zero
     return far.where(values.isfinite() & (values != 0) & usual.isfinite(), math.nan)
 
 
@@ -99,7 +93,6 @@ def scale_limit(far: Tensor, is_log: bool) -> float:
 
 
 def scale_labels(most: float, is_log: bool) -> dict[float, str]:
-    """The labels of a diverging scale: at both ends and in the middle."""
     low, high = (f"1/{10**most:.0f}", f"{10**most:.0f}x") if is_log else (f"-{most:.2g}", f"+{most:.2g}")
     return {-most: f"\N{LESS-THAN OR EQUAL TO} {low}", 0.0: "median", most: f"\N{GREATER-THAN OR EQUAL TO} {high}"}
 
@@ -135,11 +128,7 @@ class RecordedSteps:
         return distance if 2 * count > distances.total() else int(lower_median(distances.elements()))
 
     def gaps(self, measured: Sequence[int]) -> tuple[Gap, ...]:
-        """Where a value was due but is missing, or nothing was recorded, ascending. A step reaches half-way to the next one.
-
-        ``measured``: the steps that have the value, ascending, at least one; it is due in all steps, or in every n-th if it has that
-        cadence.
-        """
+        """Where a value that ``measured`` steps, one at least, have was due and is missing, or nothing was recorded, ascending."""
         cadence = 1 if len(measured) == len(self.steps) else self._cadence(measured)
         there, half = set(measured), max(cadence, self.stride) / 2
         due = sorted(self._due(measured, cadence) | there)
@@ -245,8 +234,6 @@ def grid(first: Sequence[int], last: Sequence[int], gaps: Sequence[Gap], span: t
 
 @dataclass(frozen=True)
 class PlotView:
-    """A value of each layer that can be drawn."""
-
     title: str
     sources: tuple[str, ...]  # of the value; the first one that was measured is drawn
     metric: str
@@ -337,15 +324,12 @@ def points(series: Series, most: int, after_gaps: Collection[int] = ()) -> Serie
     size = -(-len(series) // bins)
     chosen: set[int] = {0, len(series) - 1}
     for begin in range(0, len(series), size):
-        places = [p for p in range(begin, min(begin + size, len(series))) if math.isfinite(series.values[p])]
-        if places:
+        if places := [p for p in range(begin, min(begin + size, len(series))) if math.isfinite(series.values[p])]:
             chosen.update((min(places, key=series.values.__getitem__), max(places, key=series.values.__getitem__)))
-    behind = [place for place, step in enumerate(series.steps) if step in after_gaps]
-    chosen.update(place - before for place in behind for before in (0, 1))
+    chosen.update(*((place - 1, place) for place, step in enumerate(series.steps) if step in after_gaps))
     odd = [place for place, value in enumerate(series.values) if not math.isfinite(value)]
     chosen.update(odd[:: -(-len(odd) // most) or 1])
-    ordered = sorted(chosen)
-    return Series(tuple(series.steps[p] for p in ordered), tuple(series.values[p] for p in ordered))
+    return Series.of((series.steps[place], series.values[place]) for place in sorted(chosen))
 
 
 # --- Lines, subplots, heat maps, depth profiles ---
@@ -358,8 +342,6 @@ NOT_FINITE, EXACTLY_0, NO_GRADIENT = "NaN or infinite", "exactly 0", "no gradien
 
 @dataclass(frozen=True)
 class Line:
-    """Values over steps; some may not be finite."""
-
     name: str
     series: Series
     colour: str
@@ -371,7 +353,6 @@ class Line:
 
     @classmethod
     def of(cls, name: str, series: Series, colour: str, gaps: Sequence[Gap], most: int = 0, **options: Any) -> Line:
-        """A line of ``most`` points, by default :data:`POINTS`, with these gaps."""
         most = most or POINTS
         after = steps_after(gaps, series.steps, most)
         return cls(name, points(series, most, frozenset(after)), colour, after_gaps=after, **options)
@@ -398,7 +379,6 @@ class Line:
 
 
 def chain(pieces: Sequence[tuple[Sequence[Any], Sequence[Any]]], gap: Any) -> tuple[list[Any], list[Any]]:
-    """One line of several pieces, with ``gap`` between them."""
     x, y = list[Any](), list[Any]()
     for steps, values in pieces:
         x += [gap, *steps] if x else steps
@@ -449,8 +429,6 @@ class LineChart:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Layers over steps."""
-
     title: str
     rows: tuple[str, ...]
     first: tuple[int, ...]  # the first and the last measured step of each column
@@ -523,11 +501,7 @@ def cell_text(value: float, median: float = math.nan, due: bool = False) -> str:
         return EXACTLY_0
     if math.isnan(median):
         return f"{value:.4g}"
-    return (
-        f"{value:.4g}, {value / median:.3g} times its median of {median:.3g}"
-        if median > 0
-        else f"{value:.4g}, with a median of {median:.3g}"
-    )
+    return f"{value:.4g}, {f'{value / median:.3g} times its' if median > 0 else 'with a'} median of {median:.3g}"
 
 
 def merged_marks(marks: Sequence[int], most: int) -> tuple[Gap, ...]:

@@ -10,20 +10,9 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ...core.formatting import cut_middle
+from ..diagnosis.series import Series
 from . import elements
-from .elements import (
-    Chart,
-    DepthProfile,
-    Heatmap,
-    Line,
-    LineChart,
-    Subplot,
-    chain,
-    drawable,
-    merged_marks,
-    scale_labels,
-    scale_limit,
-)
+from .elements import Chart, DepthProfile, Heatmap, Line, LineChart, Subplot, chain, drawable, merged_marks
 
 # --- Common to all figures ---
 
@@ -34,7 +23,6 @@ _NAME = 34
 
 
 def short(name: str) -> str:
-    """A name for an axis, escaped and shortened."""
     return escaped(cut_middle(name, _NAME))
 
 
@@ -71,7 +59,6 @@ def framed(figure: go.Figure, title: str, height: int) -> go.Figure:
 
 
 def heatmap_figure(heat: Heatmap) -> go.Figure:
-    """The map as a figure; gaps are empty columns."""
     rows = list(range(len(heat.rows)))  # numbers, because two layers may have the same short name
     steps = [f"step {a}" if a == b else f"steps {a} to {b}" for a, b in zip(heat.first, heat.last, strict=True)]
     texts = [
@@ -94,17 +81,10 @@ def heatmap_figure(heat: Heatmap) -> go.Figure:
         square = {"symbol": "square", "size": 10, "color": colour}
         figure.add_scatter(x=[None], y=[None], mode="markers", marker=square, name=name, showlegend=True, hoverinfo="skip")
     if heat.marks and heat.first:
-        figure.add_scatter(
-            x=list(heat.marks),
-            y=[1.0] * len(heat.marks),
-            yaxis="y2",
-            mode="markers",
-            marker={"symbol": "triangle-down", "size": 9, "color": elements.VERMILION},
-            hovertemplate="spike in step %{x}<extra></extra>",
-            name="spike",
-            showlegend=False,
-            cliponaxis=False,
-        )
+        triangle = {"symbol": "triangle-down", "size": 9, "color": elements.VERMILION}
+        shown = {"hovertemplate": "spike in step %{x}<extra></extra>", "showlegend": False, "cliponaxis": False}
+        above = {"x": list(heat.marks), "y": [1.0] * len(heat.marks), "yaxis": "y2"}
+        figure.add_scatter(**above, mode="markers", marker=triangle, name="spike", **shown)
         figure.update_layout(yaxis2={"overlaying": "y", "range": [0, 1.0], "visible": False, "fixedrange": True})
     bare = {"showgrid": False, "zeroline": False}
     figure.update_layout(yaxis={**row_axis(heat.rows), **bare})
@@ -115,8 +95,8 @@ def heatmap_figure(heat: Heatmap) -> go.Figure:
 def _scale(heat: Heatmap) -> dict[str, Any]:
     bar: dict[str, Any] = {"title": {"text": "", "side": "right"}, "thickness": 14}
     if heat.medians is not None:
-        most = scale_limit(heat.shades, heat.is_log)
-        labels = scale_labels(most, heat.is_log)
+        most = elements.scale_limit(heat.shades, heat.is_log)
+        labels = elements.scale_labels(most, heat.is_log)
         bar |= {"tickvals": list(labels), "ticktext": list(labels.values())}
         return {"colorscale": [list(stop) for stop in elements.DIVERGING], "zmin": -most, "zmax": most, "colorbar": bar}
     if heat.is_log:
@@ -261,7 +241,7 @@ def _log_ticks(known: Sequence[float]) -> dict[str, Any]:
 
 def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:
     if line.low is not None and line.high is not None:
-        x, y = _outline(line)
+        x, y = _outline(line, line.low, line.high)
         fill = {"fill": "toself", "opacity": 0.4, "fillcolor": line.colour, "line": {"width": 0, "color": line.colour}}
         return [go.Scatter(x=x, y=y, mode="lines", hoverinfo="skip", name=escaped(line.name), showlegend=named, **fill)]
     width, dash = 1 if line.is_thin or not named else 1.6, "dash" if line.is_dashed else "solid"
@@ -281,25 +261,15 @@ def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:
     ]
     odd, level = line.nonfinite(is_log)
     if odd:
-        found.append(
-            go.Scatter(
-                x=odd,
-                y=level,
-                mode="markers",
-                marker={"symbol": "x", "size": 8, "color": elements.NONFINITE},
-                name=f"{escaped(line.name)}: NaN or infinite",
-                showlegend=named,
-                hovertemplate="step %{x}: NaN or infinite<extra></extra>",
-            )
-        )
+        marker = {"symbol": "x", "size": 8, "color": elements.NONFINITE}
+        name, hover = f"{escaped(line.name)}: NaN or infinite", "step %{x}: NaN or infinite<extra></extra>"
+        found += [go.Scatter(x=odd, y=level, mode="markers", marker=marker, name=name, showlegend=named, hovertemplate=hover)]
     return found
 
 
-def _outline(line: Line) -> tuple[list[Any], list[Any]]:
-    assert line.low is not None, "it is a band"
-    assert line.high is not None, "it is a band"
+def _outline(line: Line, low: Series, high: Series) -> tuple[list[Any], list[Any]]:
     pieces = []
-    for below, above in zip(line.pieces(line.low), line.pieces(line.high), strict=True):
+    for below, above in zip(line.pieces(low), line.pieces(high), strict=True):
         values = drawable((*below.values, *reversed(above.values)), True, None)
         pieces.append(((*below.steps, *reversed(above.steps)), _rounded(values)))
     return chain(pieces, None)

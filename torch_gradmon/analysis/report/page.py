@@ -35,22 +35,9 @@ from ..diagnosis.findings import Diagnosis, Finding
 from ..diagnosis.history import History
 from ..diagnosis.series import Series
 from ..diff import RunDiff
-from ..plots import charts
+from ..plots import charts, elements
 from ..plots.charts import PanelPair, PanelSet, RunPair, blocks, by_block
-from ..plots.elements import (
-    LAYER_VIEWS,
-    RECENT,
-    Chart,
-    Downsampled,
-    Panel,
-    deviations,
-    downsampled,
-    grid,
-    is_relative_by_default,
-    medians,
-    recent_ratios,
-    scale_limit,
-)
+from ..plots.elements import LAYER_VIEWS, RECENT, Chart, Downsampled, Panel, medians, recent_ratios
 from ..plots.plotly import figure
 from ..run import read_run
 
@@ -119,7 +106,6 @@ def content(run: RunReader, title: str, advance: Callable[[], None]) -> dict[str
 
 
 def findings(diagnosis: Diagnosis) -> list[dict[str, Any]]:
-    """The findings by rank, each with its possible consequences."""
     return [{**_finding(leader), "signs": [_finding(other) for other in others]} for leader, others in diagnosis.grouped()]
 
 
@@ -189,9 +175,9 @@ def view(panels: Mapping[str, Panel]) -> dict[str, Any]:
     is_grouped = len(groups) < len(panel.names)
     many = len(panels) * (len(panel.names) + (len(groups) if is_grouped else 0))
     columns = min(max(_CELLS // many, _FEWEST_COLUMNS), _COLUMNS)
-    cells = {side: downsampled(each, columns) for side, each in panels.items()}
+    cells = {side: elements.downsampled(each, columns) for side, each in panels.items()}
     one = next(iter(cells.values()))
-    laid = grid(one.first, one.last, panel.gaps, panel.axis)
+    laid = elements.grid(one.first, one.last, panel.gaps, panel.axis)
     return {
         "names": list(panel.names),
         "blocks": [[block, places] for block, places in groups.items()] if is_grouped else None,
@@ -216,7 +202,7 @@ def _side(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int]] 
         return {
             "cells": packed(own.T, is_log, due),
             "ofBlocks": None if own_blocks is None else packed(own_blocks.T, is_log, due_blocks),
-            "limit": scale_limit(deviations(own, middle, is_log), is_log),
+            "limit": elements.scale_limit(elements.deviations(own, middle, is_log), is_log),
         }
 
     recent = None
@@ -231,7 +217,7 @@ def _side(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int]] 
         **shown(cells.values, None if groups is None else by_block(panel.view, cells.values, groups), usual),
         "medians": list(map(cell, usual.tolist())),
         "mediansOfBlocks": None if of_blocks is None else list(map(cell, medians(of_blocks).tolist())),
-        "relative": None if panel.view.is_difference else is_relative_by_default(panel.steps, is_log),
+        "relative": None if panel.view.is_difference else elements.is_relative_by_default(panel.steps, is_log),
         "recent": recent,
     }
 
@@ -354,7 +340,6 @@ def comparison(difference: RunDiff) -> dict[str, Any]:
 
 
 def _facts(runs: tuple[RunReader, RunReader], pair: RunPair) -> list[list[str]]:
-    """The facts of both runs; one value if they are equal."""
     first, second = (dict(facts(run, panels)) for run, panels in zip(runs, pair.panel_sets, strict=True))
     found = [["runs", " | ".join(pair.titles)]]
     for name in dict.fromkeys((*first, *second)):
@@ -463,7 +448,6 @@ def _written(data: dict[str, Any], target: Path) -> Path:
 
 
 def html(data: dict[str, Any], live: LivePage | None = None) -> str:
-    """The whole page; ``live`` if a server shows it."""
     here = files(__package__)
     return template("analysis/report", "page.html.j2").render(
         title=data["title"],
@@ -490,7 +474,6 @@ class LivePage:
 
 
 def template(folder: str, name: str) -> Template:
-    """A page in a folder of the package; names in it are escaped."""
     loader = PackageLoader("torch_gradmon", folder)
     options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, **options)

@@ -118,10 +118,7 @@ def standard(layers: Mapping[str, Layer], family: Family) -> dict[str, Expected]
 
 
 def user_expectations(asked: Mapping[str, Any], names: Mapping[str, Layer]) -> dict[str, Expected]:
-    """The first pattern that matches a module's name decides; modules without a match should be stable.
-
-    ``asked`` has, by regex, one exponent for both terms, or a pair of them; None for a term that is not judged.
-    """
+    """What the first pattern in a module's name gives: an exponent, a pair, or None for terms that are not judged; else stable."""
     values = {pattern: _pair(pattern, value) for pattern, value in asked.items()}
     try:
         patterns = {pattern: re.compile(pattern) for pattern in asked}
@@ -367,10 +364,8 @@ def words(verdicts: Sequence[LayerVerdict], smallest: int, largest: int, unmeasu
     if unclear:
         lines.append(f"Undecided in {_listed(unclear)}: give more seeds, or larger widths.")
     if still:
-        lines.append(
-            f"Not moved: {_listed(still)}; an update of zero cannot be judged. Give more steps, or check whether a gradient arrives "
-            "there."
-        )
+        advice = "Give more steps, or check whether a gradient arrives there."
+        lines.append(f"Not moved: {_listed(still)}; an update of zero cannot be judged. {advice}")
     hidden = {verdict.state for verdict in verdicts if verdict.term == "update" and verdict.kind == "hidden"}
     if hidden == {"stable"} and any(v.kind == "output" and v.state == "grows" for v in verdicts):
         lines.append(
@@ -543,9 +538,9 @@ class WidthSweep:
         # is too wide passes nothing (a test of equivalence: Schuirmann 1987, J. Pharmacokinet. Biopharm. 15, 657-680).
         layer, aim = self.layers[name], getattr(self.expected[name], term)
         verdict = functools.partial(LayerVerdict, name, layer.kind, term)
-        values = [(width, seed, value) for seed, pairs in points.items() for width, value in pairs]
-        nonfinite = [f"width {width} with seed {seed}" for width, seed, value in values if not math.isfinite(value)]
-        zeros = [f"width {width} with seed {seed}" for width, seed, value in values if value == 0.0]
+        values = [(f"width {width} with seed {seed}", value) for seed, pairs in points.items() for width, value in pairs]
+        nonfinite = [run for run, value in values if not math.isfinite(value)]
+        zeros = [run for run, value in values if value == 0.0]
         if nonfinite:
             return verdict("not finite", None, aim, None if aim is None else False, f"not finite at {nonfinite[0]}")
         if len(zeros) == len(values):
@@ -669,10 +664,9 @@ class WidthSweep:
             lines = []
             for place, name in enumerate(self.layers):
                 points: dict[int, list[float]] = {}
-                for pairs in series(self.runs, name, term, self.steps).values():
-                    for width, value in pairs:
-                        if 0.0 < value < math.inf:
-                            points.setdefault(width, []).append(value)
+                for width, value in (pair for pairs in series(self.runs, name, term, self.steps).values() for pair in pairs):
+                    if 0.0 < value < math.inf:
+                        points.setdefault(width, []).append(value)
                 verdict = judged.get((name, term))  # type: ignore[arg-type]
                 if points:
                     exponent = f" {verdict.slope.exponent:+.2f}" if verdict and verdict.slope else ""

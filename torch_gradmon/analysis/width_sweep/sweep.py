@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice, pairwise
 from numbers import Real
 from typing import Any
@@ -23,7 +24,7 @@ from ...core import validation as check
 from ...core.errors import display, nearest
 from ...core.formatting import ProgressBar
 from ...core.torch_modes import all_in_use, rng_states, set_rng_states, untouched_generators
-from .result import KEYWORDS, Expected, Family, Layer, LayerTerms, SweepRun, WidthSweep, kind_of, standard, user_expectations
+from .result import KEYWORDS, Expected, Layer, LayerTerms, SweepRun, WidthSweep, kind_of, standard, user_expectations
 
 # --- The two terms of the refined coordinate check, and the plain check, in float64 ---
 
@@ -105,7 +106,6 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _moved_output(module: nn.Module, call: _RecordedCall) -> Tensor:
-    """The module's output for the inputs of a call, with the random numbers of the call."""
     with call_isolated(module):
         set_rng_states(call.generators)
         output = _first(module(*mapped(call.args, torch.clone), **mapped(call.kwargs, torch.clone)))
@@ -119,16 +119,13 @@ def _record_calls(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[
     # of the running modules, the innermost last: copied arguments and generator states
     running: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Tensor]]] = []
 
-    def listener(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def keep(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-            while running[-1][0] is not module:
-                running.pop()  # it raised, and the module around it continued
-            args, kwargs, generators = running.pop()[1:]
-            tensor = _first(output)
-            if tensor is not None:
-                recorded.setdefault(name, []).append(_RecordedCall(args, kwargs, _copy(tensor), generators))
-
-        return keep
+    def keep(name: str, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        while running[-1][0] is not module:
+            running.pop()  # it raised, and the module around it continued
+        args, kwargs, generators = running.pop()[1:]
+        tensor = _first(output)
+        if tensor is not None:
+            recorded.setdefault(name, []).append(_RecordedCall(args, kwargs, _copy(tensor), generators))
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running.append((module, mapped(args, _copy), mapped(kwargs, _copy), rng_states()))
@@ -136,7 +133,7 @@ def _record_calls(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(listener(name)).remove)
+            stack.callback(module.register_forward_hook(partial(keep, name)).remove)
         stack.enter_context(call_isolated(model))
         torch.manual_seed(0)  # so that dropout selects the same elements
         with torch.enable_grad():
@@ -198,10 +195,7 @@ FEWEST = 3
 
 
 def usual_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of common models: their own if they return one, else cross-entropy for integer targets and squared error for others.
-
-    ``model`` is called with the inputs of a pair, all items of a dict by name, or the batch itself.
-    """
+    """The loss that the model returns, else cross-entropy for integer targets and squared error; a dict of inputs is given by name."""
     inputs, targets = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
     output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
     if isinstance(output, Mapping) and "loss" in output:
@@ -264,32 +258,26 @@ class Recipe:
     made: WeakValueDictionary[int, nn.Parameter] = field(default_factory=WeakValueDictionary)
 
     def check(self, expected: Any) -> None:
-        """Refuse wrong arguments before anything is built."""
         for name, value in (("factory", self.factory), ("loss", self.loss)):
             if not callable(value) or isinstance(value, nn.Module):
                 raise TypeError(f"{name} must be a function{' of the width' if name == 'factory' else ''}, got {display(value)}")
         if isinstance(self.optimizer, str):
             if self.optimizer not in OPTIMIZERS:
-                raise ValueError(
-                    f"optimizer={self.optimizer!r} is not known{nearest(self.optimizer, OPTIMIZERS)}; or give a function"
-                )
+                near = nearest(self.optimizer, OPTIMIZERS)
+                raise ValueError(f"optimizer={self.optimizer!r} is not known{near}; or give a function")
             _check_real(lr=self.lr, lr_exponent=self.lr_exponent)
             if not 0 < self.lr < math.inf or not math.isfinite(self.lr_exponent):
                 raise ValueError(f"lr={self.lr!r} must be positive, and lr_exponent={self.lr_exponent!r} a number")
         elif not callable(self.optimizer):
             raise TypeError(f"optimizer must be a name or a function of the model and the width, got {display(self.optimizer)}")
         if isinstance(expected, str) and expected not in KEYWORDS:
-            raise ValueError(
-                f"expected={expected!r} is not known{nearest(expected, KEYWORDS)}; or give a dict of patterns and exponents"
-            )
+            near = nearest(expected, KEYWORDS)
+            raise ValueError(f"expected={expected!r} is not known{near}; or give a dict of patterns and exponents")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise TypeError(f"probe_dtype must be torch.float64 or another floating-point dtype, got {display(self.dtype)}")
 
     def build(self, width: int, seed: int) -> tuple[nn.Module, Any]:
-        """A new model and its optimizer; each width and seed has its own start of the torch generators.
-
-        A model given to torch.compile is trained uncompiled: a few steps are not worth the compilation.
-        """
+        """A new model and its optimizer; each width and seed has its own start of the torch generators."""
         torch.manual_seed(1_000_003 * seed + width)
         try:
             made = self.factory(width)
@@ -304,7 +292,7 @@ class Recipe:
                 f"the factory must return a torch.nn.Module, or a pair of one and its optimizer, but at width {width} it returned "
                 f"{display(made)}"
             )
-        model = model._modules.get("_orig_mod") or model
+        model = model._modules.get("_orig_mod") or model  # a few steps are not worth a compilation
         self._check_new(model, width)
         with failing_at_width(
             width, "the optimizer cannot be made", "the function given as optimizer is called with the model and the width"
@@ -347,11 +335,7 @@ class Recipe:
             raise ValueError(f"the data of seed {seed} has no batch")
 
     def try_out(self, seed: int) -> tuple[dict[str, Layer], Any, list[str]]:
-        """Build the model at every width, run it once and compare; at the smallest width one whole step is made and measured.
-
-        Returns the layers in execution order, the optimizer of the smallest width, and the names of trained parameters that are in no
-        layer. Errors name the width and the remedy.
-        """
+        """Run every width, and measure a step at the smallest: layers in execution order, its optimizer, and parameters in no layer."""
         batch = self.batches(seed, 1)[0]
         shapes: dict[int, Shapes] = {}
         rates: dict[int, dict[str, float]] = {}
@@ -373,21 +357,18 @@ class Recipe:
         return layers, its_own, [name for name, parameter in trained if id(parameter) not in inside]
 
     def _try_step(self, model: nn.Module, optimizer: Any, batch: Any) -> dict[str, LayerTerms]:
-        width = self.widths[0]
-        with failing_at_width(width, "the model cannot be copied", "fix the factory"):
+        at_width = partial(failing_at_width, self.widths[0])
+        with at_width("the model cannot be copied", "fix the factory"):
             probe = TermProbe(model, self.dtype)
         here = placed(batch, model)
-        with failing_at_width(
-            width, "the model does not run on the batch", "fix the factory, or give data= and loss= that fit it"
-        ):
-            loss = _checked_loss(self.loss(model, here), width)
-        with failing_at_width(width, "a step cannot be made", "the optimizer must step without a closure"):
+        with at_width("the model does not run on the batch", "fix the factory, or give data= and loss= that fit it"):
+            loss = _checked_loss(self.loss(model, here), self.widths[0])
+        with at_width("a step cannot be made", "the optimizer must step without a closure"):
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         measured = placed(batch, model, self.dtype)
-        with failing_at_width(
-            width,
+        with at_width(
             f"a copy of the model in {self.dtype} does not run",
             "if it requires another dtype, give probe_dtype=torch.float32, at the cost of accuracy",
         ):
@@ -414,7 +395,6 @@ class Recipe:
         return found
 
     def runs(self, seeds: Sequence[int], advance: Callable[[], object]) -> Iterator[SweepRun]:
-        """All runs, seed by seed; ``advance`` is called after each."""
         for seed in seeds:
             batches = self.batches(seed, self.steps)
             for width in self.widths:
@@ -502,22 +482,17 @@ def expectations(named: Any, layers: dict[str, Layer], optimizer: Any) -> dict[s
     if named is None or named == "stable":
         return {name: Expected() for name in layers}
     if named == "standard":
-        return standard(layers, _family(optimizer))
-    if not isinstance(named, dict):
-        raise TypeError(
-            f"expected must be one of {', '.join(KEYWORDS)}, or a dict of patterns and exponents, got {display(named)}"
+        if isinstance(optimizer, torch.optim.SGD):
+            return standard(layers, "sgd")
+        if isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)):
+            return standard(layers, "adam")
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f'expected="standard" is known for SGD and Adam, not for {kind}; give the exponents as a dict of patterns'
         )
-    return user_expectations(named, layers)
-
-
-def _family(optimizer: Any) -> Family:
-    if isinstance(optimizer, torch.optim.SGD):
-        return "sgd"
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)):
-        return "adam"
-    raise ValueError(
-        f'expected="standard" is known for SGD and Adam, not for {type(optimizer).__name__}; give the exponents as a dict of patterns'
-    )
+    if isinstance(named, dict):
+        return user_expectations(named, layers)
+    raise TypeError(f"expected must be one of {', '.join(KEYWORDS)}, or a dict of patterns and exponents, got {display(named)}")
 
 
 # --- Checks of a sweep's arguments, before anything is built ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median_high
 
 from ....core import keys as n
 from ....core.formatting import also_in, times
@@ -77,10 +78,10 @@ def _initialisation(history: History) -> list[Finding]:
         return []
     worst = sorted(odd, key=lambda name: -abs(math.log(odd[name])))
     loss = history.loss.finite
-    is_drowned = odd is high and len(loss) >= _FEWEST and history.first_loss > _DROWNED * history.learning.last > 0
+    is_drowned = len(loss) >= _FEWEST and history.first_loss > _DROWNED * history.learning.last > 0
     # a model may scale its weights in its forward
     is_drowned &= not history.first_loss < _PLAIN * history.chance.get("loss", 0.0)
-    is_drowned |= odd is high and _begins_high(history)
+    is_drowned = odd is high and (is_drowned or _begins_high(history))
     fate = "large: signals grow from layer to layer." if odd is high else "small: signals fade from layer to layer."
     return history.finding(
         "initialisation-scale",
@@ -134,13 +135,12 @@ def _begins_high(history: History) -> bool:
 def _exploding(history: History) -> list[Finding]:
     """By the gradients before a clip, since it hides them, and after a division, since they are then those of the logged loss."""
     gradients, parameters, loss = history.unclipped_norms(), history.matrix(n.PARAMETER, "norm"), history.loss
-    if not gradients or not parameters:
-        return []
-    losses = dict(loss.pairs())
-    measured = set(parameters.steps)
+    losses, measured = dict(loss.pairs()), set(parameters.steps)
     first = [step for step in gradients.steps if step in measured and losses.get(step, 0) > 0][:20]
     names = [name for name in gradients.names if name in history.matrices and name in parameters.names]
-    if len(first) < (1 if history.died else _FEW_STEPS) or not names:
+    ends = [series.values[-1] for series in (loss, history.series("grad_norm")) if series]
+    has_died = history.is_cut or not all(map(math.isfinite, ends))
+    if len(first) < (1 if has_died else _FEW_STEPS) or not names:
         return []
     larger = 1.0 if history.edit.scales else history.backward_over_logged
     product = gradients.of(first, names).values * parameters.of(first, names).values
@@ -181,16 +181,12 @@ def _words_on_explosion(history: History, worst: str, from_start: bool) -> tuple
         what = f"Gradients are out of proportion{since}: each layer multiplies the signal, forward or backward."
         return what, f"{advice}{'; the clip only bounds the result' if clips else ', and clip the gradient norm'}."
     gates = "" if kind.removesuffix("Cell") in _GATED else ", or take a gated recurrence (LSTM, GRU)"
-    start = f"egin with an orthogonal recurrent matrix (torch.nn.init.orthogonal_ of each weight_hh){gates}."
+    start = f"begin with an orthogonal recurrent matrix (torch.nn.init.orthogonal_ of each weight_hh){gates}."
     bound = (
-        "The clip only bounds the result: b"
-        if clips
-        else "Clip the gradient norm, which a lower learning rate does not replace; b"
+        "The clip only bounds the result:" if clips else "Clip the gradient norm, which a lower learning rate does not replace;"
     )
-    return (
-        f"Gradients are out of proportion{since}: this {kind} multiplies the signal by the same matrix in each time step.",
-        f"{bound}{start}",
-    )
+    what = f"Gradients are out of proportion{since}: this {kind} multiplies the signal by the same matrix in each time step."
+    return what, f"{bound} {start}"
 
 
 def _growth_of_outputs(history: History) -> float:
@@ -219,15 +215,10 @@ def _vanishing(history: History) -> list[Finding]:
     at = history.beginning(ratios.steps)
     came = at is not None and 0 < _drop(history, ratios.of([ratios.steps[at]], ratios.names))[1] < _EVEN
     made = _MADE_BY_TRAINING if came else ""
-    return history.finding(
-        "vanishing-gradients",
-        names[0],
-        {"gradient / weight here": usual[names[0]], f"in {names[-1]}": usual[names[-1]], "last third / first third": drop},
-        f"Gradients fade on their way back to the first layers, which do not learn, and the loss does not fall{made}.",
-        _advice_for_faded(history, came),
-        63.0,
-        steps=ratios.steps,
-    )
+    evidence = {"gradient / weight here": usual[names[0]], f"in {names[-1]}": usual[names[-1]], "last third / first third": drop}
+    cause = f"Gradients fade on their way back to the first layers, which do not learn, and the loss does not fall{made}."
+    advice = _advice_for_faded(history, came)
+    return history.finding("vanishing-gradients", names[0], evidence, cause, advice, 63.0, steps=ratios.steps)
 
 
 def _advice_for_faded(history: History, came: bool) -> str:
@@ -327,7 +318,6 @@ def _undone(history: History, spike: Episode) -> tuple[str, dict[str, float]] | 
 
 
 def _rate_jump(history: History, step: int) -> str:
-    """What the learning rate did shortly before, if it jumped."""
     rates = [*history.largest_rates.before(step + 1).pairs()]
     at, highest = max(rates[-_BEFORE:], key=lambda rate: rate[1], default=(step, 0.0))
     usual = lower_median(rate for _, rate in rates[:-_BEFORE][-_AFTER:])
@@ -361,7 +351,6 @@ def _recurs(history: History, spike: Episode) -> bool:
 
 
 def _values(history: History, signal: str) -> Series:
-    """The finite values of a signal in applied steps; empty if it is unknown."""
     key = parse_key(signal)
     if key.source not in TENSOR_SOURCES:
         return history.applied(signal.removeprefix(f"{SUMMARY}/")).finite
@@ -375,14 +364,11 @@ def _applied(history: History, step: int) -> bool:
 
 def _bounded(history: History, spike: Episode) -> float | None:
     """The norm to which the worst step was clipped; None if it was not."""
-    before, after = (
-        dict(series.pairs()).get(spike.worst.step) for series in (history.unclipped_norm, history.series("grad_norm_after_clip"))
-    )
-    return after if before is not None and after is not None and after < (1 - _ROUNDING) * before else None
+    norms = history.unclipped_norm.beside(history.series("grad_norm_after_clip"))
+    return next((after for step, before, after in norms if step == spike.worst.step and after < (1 - _ROUNDING) * before), None)
 
 
 def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequence[ParameterAttribution]) -> str:
-    """What to look at, then what the run does not do yet."""
     step, run, bound = spike.worst.step, Precautions(history), _bounded(history, spike)
     report = f"'gradmon why {history.place} --step {step}'" if history.place else f"monitor.why({step})"
     what = "the batch and the loss" if made.is_common else "the batch"
@@ -440,12 +426,20 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
     run = Precautions(history)
     is_clip = run.bound is not None or run.adaptive
     norms = norms if is_clip else history.applied("grad_norm").finite  # with what may be a scaling
-    ratios = sorted(before / after for before, after in _pairs(norms, clipped) if after)
-    usual = ratios[len(ratios) // 2] if ratios else math.nan
-    if not usual > _LOW:
+    ratios = [before / after for _, before, after in norms.beside(clipped) if after]
+    if not ratios or not (usual := median_high(ratios)) > _LOW:
         return []
-    if not is_clip:
-        return _reduced(history, norms, usual)
+    if not is_clip:  # clipped by parameters or elements, or by a bound that changes; or divided, masked and so on
+        evidence = {"median norm": norms.median, "times less": usual}
+        cause = (
+            f"In nearly every step the gradient is made {usual:.3g} times smaller between backward and the optimizer's step, and not to "
+            "one norm, as by a clip with one bound."
+        )
+        advice = (
+            "If it is a clip of single parameters or elements, or one whose bound changes, raise that bound. A division or another edit "
+            "needs nothing."
+        )
+        return history.finding("always-clipped", "", evidence, cause, advice, 4.0, severity="info", steps=norms.steps)
     costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and history.learning.state != "falls")
     is_plain = bool(history.groups) and all(group["optimizer"] == "SGD" for group in history.groups)
     costs |= is_plain and usual > _SHORT and trend(history.loss.finite.part(0.5, 1))[0] == "falls"
@@ -467,44 +461,22 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
     )
 
 
-def _reduced(history: History, norms: Series, usual: float) -> list[Finding]:
-    """Steps that have no norm in common: clipped by parameters or elements, or by a bound that changes; or divided, masked and so on."""
-    return history.finding(
-        "always-clipped",
-        "",
-        {"median norm": norms.median, "times less": usual},
-        f"In nearly every step the gradient is made {usual:.3g} times smaller between backward and the optimizer's step, and not to one "
-        "norm, as by a clip with one bound.",
-        "If it is a clip of single parameters or elements, or one whose bound changes, raise that bound. A division or another edit "
-        "needs nothing.",
-        4.0,
-        severity="info",
-        steps=norms.steps,
-    )
-
-
-def _pairs(norms: Series, clipped: Series) -> list[tuple[float, float]]:
-    """The norms before and after of the steps that have both."""
-    after = dict(clipped.pairs())
-    return [(norm, after[step]) for step, norm in norms.pairs() if step in after]
-
-
 def _never(history: History, norms: Series) -> list[Finding]:
-    pairs = _pairs(history.applied("grad_norm").finite, history.applied("grad_norm_after_clip").finite)
-    if any(abs(before - after) > _SAME * before for before, after in pairs):  # what changes norms, and reduces none, is no clip
+    pairs = history.applied("grad_norm").finite.beside(history.applied("grad_norm_after_clip").finite)
+    if any(
+        abs(before - after) > _SAME * before for _, before, after in pairs
+    ):  # what changes norms, and reduces none, is no clip
         return []
     far = _outliers(norms)
     spiky = 2 <= len(far) < len(norms) / 10
     limit, bound = history.clip_bound, f"two or three times the median norm, {norms.median:.2g}"
     if limit is not None and not spiky and not (limit and far):
         return []  # a bound that nothing has to reach, or a norm that the trainer only measures
-    made = (
-        "The loop writes to gradients between backward and the optimizer's step, as a clip does, and never makes them smaller"
-        if limit is None
-        else f"No gradient reaches the bound of the clip, {limit:g}"
-        if limit
-        else "Gradients are not clipped"
-    )
+    made = f"No gradient reaches the bound of the clip, {limit:g}" if limit else "Gradients are not clipped"
+    if limit is None:
+        made = (
+            "The loop writes to gradients between backward and the optimizer's step, as a clip does, and never makes them smaller"
+        )
     return history.finding(
         "never-clipped",
         "",
@@ -552,15 +524,12 @@ def check_attention(history: History) -> list[Finding]:
         reasons = (record.context.get(n.NO_ATTENTION) for record in reversed(history.records))
         why = next(filter(None, reasons), "preset='full', or add_attention_metric")
         raise NotMeasured(f"attention was not measured: {why}")
-    low = {
-        name: level
-        for name, series in entropies.items()
-        if len(series) >= _FEWEST_VALUES and (level := series.median) < _COLLAPSED
-    }
-    return [*_collapse(history, entropies, low), *_growth(history, logits)]
+    return [*_collapse(history, entropies), *_growth(history, logits)]
 
 
-def _collapse(history: History, entropies: Mapping[str, Series], low: Mapping[str, float]) -> list[Finding]:
+def _collapse(history: History, entropies: Mapping[str, Series]) -> list[Finding]:
+    low = {name: series.median for name, series in entropies.items() if len(series) >= _FEWEST_VALUES}
+    low = {name: level for name, level in low.items() if level < _COLLAPSED}
     if not low:
         return []
     worst = sorted(low, key=lambda name: low[name])
@@ -581,10 +550,8 @@ def _collapse(history: History, entropies: Mapping[str, Series], low: Mapping[st
 
 
 def _growth(history: History, logits: Mapping[str, Series]) -> list[Finding]:
-    grown: dict[str, float] = {}
-    for name, series in logits.items():
-        if len(series) >= _FEWEST_VALUES and (last := series.part(0.75, 1).median) > max(_GREW * abs(series.values[0]), _LARGE):
-            grown[name] = last
+    last = {name: series.part(0.75, 1).median for name, series in logits.items() if len(series) >= _FEWEST_VALUES}
+    grown = {name: level for name, level in last.items() if level > max(_GREW * abs(logits[name].values[0]), _LARGE)}
     if not grown:
         return []
     worst = sorted(grown, key=lambda name: -grown[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from statistics import median_high
 
 import torch
 
@@ -132,16 +133,14 @@ def _ran_out(history: History) -> list[Finding]:
         since = None if head - rest.part(0.8, 1).median > _LITTLE * abs(head) else since
     if since is None:
         return []
-    return history.finding(
-        "learning-rate-low",
-        "",
-        {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median},
+    evidence = {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median}
+    cause = (
         f"The learning rate fell below a {'thousandth' if share == _SPENT else 'fiftieth'} of its largest value long before the end, "
-        "and since then the loss hardly falls.",
-        "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher.",
-        60.0,
-        severity="warning",
-        steps=(since, loss.steps[-1]),
+        "and since then the loss hardly falls."
+    )
+    advice = "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher."
+    return history.finding(
+        "learning-rate-low", "", evidence, cause, advice, 60.0, severity="warning", steps=(since, loss.steps[-1])
     )
 
 
@@ -157,12 +156,13 @@ def _below(history: History, share: float, least: float) -> int | None:
 
 
 def _high(history: History, ratios: Matrix) -> list[Finding]:
-    early = sorted(ratios.part(0, 0.1).largest().values())
-    typical = early[len(early) // 2] if early else 0.0
+    typical = median_high(ratios.part(0, 0.1).largest().values() or [0.0])
     worst, fails = _harm(history)
     is_stuck = history.learning.is_stuck and not history.rests_at_chance
     stays = lower_median(ratios.part(0.25, 1).medians().values()) > _PART_HIGH
-    is_high = typical > _HIGH and (worst > _LEFT or (is_stuck and (stays or _rises(history, worst))))
+    loss = history.loss.finite  # whose noise at rest the early losses exceed, or of which that is unknown
+    rises = not loss or (worst - 1) * loss.values[0] > _SPREADS * spread(loss.part(0.8, 1)) or not loss.values[0] > 0
+    is_high = typical > _HIGH and (worst > _LEFT or (is_stuck and (stays or rises)))
     is_high |= typical > _PART_HIGH and worst > _FAR
     if is_high or (typical > _KILLS and history.learning.is_stuck and _died(history)):
         is_late = history.misses_beginning(ratios.steps)
@@ -188,20 +188,17 @@ def _low(history: History, ratios: Matrix) -> list[Finding]:
     together = largest * (history.steps[-1] - history.steps[0] + 1)
     is_slow = (history.learning.is_at_chance or history.learning.is_worse) and together < _TOGETHER
     if largest > 0 and (is_slow or (largest < _LOW and history.learning.state in ("flat", "rises"))):
-        return history.finding(
-            "learning-rate-low",
-            "",
-            {"update / weight": largest, "learning rate": max(history.rates) or math.nan},
-            "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
+        evidence = {"update / weight": largest, "learning rate": max(history.rates) or math.nan}
+        cause = "No weight moves by more than a tiny part of itself in a step, and the loss does not fall."
+        advice = (
             f"{_WARMS_UP if Precautions(history).raises else 'Raise'} the learning rate, by ten at a time, until updates are about a "
-            "thousandth of the weights.",
-            60.0,
+            "thousandth of the weights."
         )
+        return history.finding("learning-rate-low", "", evidence, cause, advice, 60.0)
     return []
 
 
 def _died(history: History) -> bool:
-    """Whether units of all ReLUs, live at the first step, were soon silent."""
     silent = history.matrix(n.ACTIVATION, "sparsity")
     names = [name for name in silent.names if history.kinds.get(name) == "ReLU"]
     if not names:
@@ -218,12 +215,6 @@ def _harm(history: History) -> tuple[float, bool]:
         return 1.0, fails
     early = (*loss.part(0, 0.3).values, *loss.values[:_FIRST])  # a run that ends in NaN may have only a few
     return max(early) / loss.values[0], fails
-
-
-def _rises(history: History, worst: float) -> bool:
-    """Whether the early loss is ever above the first one by more than the noise of a loss that rests. Unknown counts as yes."""
-    loss = history.loss.finite
-    return not loss or (worst - 1) * loss.values[0] > _SPREADS * spread(loss.part(0.8, 1)) or not loss.values[0] > 0
 
 
 def _high_parts(history: History, ratios: Matrix, is_alone: bool) -> list[Finding]:
@@ -264,23 +255,16 @@ def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
     candidates = history.always_reached.intersection(usual)
     # update over gradient, the effective rate
     steps = {name: usual[name] / gradient for name, gradient in gradients.medians().items() if gradient and name in candidates}
-    low = [
-        name
-        for name in steps
-        if usual[name] < min(_PART_LOW, typical / _BEHIND) and steps[name] < _OWN_RATE * max(steps.values())
-    ]
+    slow, largest = min(_PART_LOW, typical / _BEHIND), max(steps.values(), default=0.0)
+    low = sorted(
+        (name for name in steps if usual[name] < slow and steps[name] < _OWN_RATE * largest), key=lambda name: usual[name]
+    )
     if not low:
         return []
-    low.sort(key=lambda name: usual[name])
-    return history.finding(
-        "update-ratio-low",
-        low[0],
-        {"update / weight": usual[low[0]], "largest of the others": typical, "parameters like this": float(len(low))},
-        f"These weights have gradients but hardly move, while others do.{also_in(low)}",
-        f"Raise the learning rate of {_group(history)}; if it should not change, freeze it with requires_grad_(False).",
-        55.0,
-        steps=ratios.steps,
-    )
+    evidence = {"update / weight": usual[low[0]], "largest of the others": typical, "parameters like this": float(len(low))}
+    cause = f"These weights have gradients but hardly move, while others do.{also_in(low)}"
+    advice = f"Raise the learning rate of {_group(history)}; if it should not change, freeze it with requires_grad_(False)."
+    return history.finding("update-ratio-low", low[0], evidence, cause, advice, 55.0, steps=ratios.steps)
 
 
 def _group(history: History) -> str:
@@ -366,7 +350,7 @@ def saturated(history: History) -> dict[str, float]:
         for name, kind, value in zip(table.names, kinds, stretched.tolist(), strict=True):
             if kind in _TANH | _SIGMOID:
                 sums.setdefault(name, []).append(value)
-    usual = {name: sorted(values)[len(values) // 2] for name, values in sums.items()}
+    usual = {name: median_high(values) for name, values in sums.items()}
     return {name: value for name, value in usual.items() if value > _SATURATED}
 
 
@@ -382,14 +366,11 @@ def _saturated(history: History) -> list[Finding]:
     worst = sorted(usual, key=lambda name: -usual[name])
     if not worst:
         return []
+    evidence = {"mean square of outputs, at most 1": usual[worst[0]], "layers like this": float(len(worst))}
+    cause = f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also_in(worst)}"
+    advice = "Normalise the inputs, draw the weights smaller, or put a norm before it."
     return history.finding(
-        "saturated-units",
-        worst[0],
-        {"mean square of outputs, at most 1": usual[worst[0]], "layers like this": float(len(worst))},
-        f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also_in(worst)}",
-        "Normalise the inputs, draw the weights smaller, or put a norm before it.",
-        77.0,
-        steps=[step for step, _ in _late_outputs(history)],
+        "saturated-units", worst[0], evidence, cause, advice, 77.0, steps=[step for step, _ in _late_outputs(history)]
     )
 
 
@@ -430,9 +411,8 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
     if fact.rule == "not-in-optimizer" and fact.evidence.get("old parameters in the optimizer"):
         severity = "error"  # certain: these parameters are no longer part of the model
         cause = f"{cause}; it has others, which are no part of the model any more"
-        advice = (
-            "Make the optimizer after the last change of the model, or call optimizer.add_param_group() with the new parameters"
-        )
+        again = "call optimizer.add_param_group() with the new parameters"
+        advice = f"Make the optimizer after the last change of the model, or {again}"
     elif fact.rule == "not-in-optimizer" and (frozen := _only_frozen(history)):
         cause = f"{cause}; instead an optimizer has only frozen ones, of {listed(frozen, _NAMED)}"
         advice = "Make that optimizer of the parameters that are to train; a copy that follows them belongs in none"
@@ -440,16 +420,8 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
         severity = "info"  # it has changed no parameter
     if fact.rule == "targets-out-of-range" and saturated(history):
         severity = "warning"  # it is not their noise alone that lies there
-    return Finding(
-        rule=fact.rule,
-        severity=severity,
-        where=fact.where[0] if fact.where else "",
-        steps=(fact.first, fact.last),
-        evidence={"times seen": float(fact.count), **fact.evidence},
-        cause=f"{cause}.",
-        advice=f"{advice}.",
-        weight=mistake.weight,
-    )
+    evidence, where, steps = {"times seen": float(fact.count), **fact.evidence}, "".join(fact.where[:1]), (fact.first, fact.last)
+    return Finding(fact.rule, severity, where, steps, evidence, f"{cause}.", f"{advice}.", mistake.weight)
 
 
 # --- Steps that a spike policy has left out ---
@@ -460,29 +432,21 @@ _STEPS_NAMED = 8
 
 def check_skipped(history: History) -> list[Finding]:
     """Which steps were skipped, whatever for: what such a step would have done is no part of the training, but its batch is lost."""
-    skipped = {record.step for record in history.records if record.skipped}
-    if not skipped:
+    steps = [record.step for record in history.records if record.skipped]
+    if not steps:
         return []
-    steps = sorted(skipped)
-    bad = {event.step for event in history.events if not math.isfinite(event.value)} & skipped
-    what = (
-        f"; {'in all of them' if len(bad) == len(steps) else f'in {len(bad)} of them'} a gradient was NaN or infinite"
-        if bad
-        else ""
-    )
+    bad = {event.step for event in history.events if not math.isfinite(event.value)}.intersection(steps)
+    which = "in all of them" if len(bad) == len(steps) else f"in {len(bad)} of them"
+    what = f"; {which} a gradient was NaN or infinite" if bad else ""
     those = "1 step was" if len(steps) == 1 else f"{len(steps)} steps were"
-    return history.finding(
-        "steps-skipped",
-        "",
-        {"skipped steps": float(len(steps)), "with NaN or Inf": float(len(bad))},
-        f"{those} skipped, {listed([str(step) for step in steps], _STEPS_NAMED)}{what}: their gradients changed no parameter.",
+    evidence = {"skipped steps": float(len(steps)), "with NaN or Inf": float(len(bad))}
+    cause = f"{those} skipped, {listed([str(step) for step in steps], _STEPS_NAMED)}{what}: their gradients changed no parameter."
+    advice = (
         "Look for NaN and Inf in the batches of these steps with torch.isfinite, since each epoch brings them again."
         if bad
-        else "Nothing has to be done if they are few; otherwise look at their batches, or raise the threshold of the detector.",
-        14.0,
-        severity="info",
-        steps=steps,
+        else "Nothing has to be done if they are few; otherwise look at their batches, or raise the threshold of the detector."
     )
+    return history.finding("steps-skipped", "", evidence, cause, advice, 14.0, severity="info", steps=steps)
 
 
 # --- The loss ---
@@ -527,18 +491,14 @@ _BEGINNING = 0.1
 def check_loss(history: History) -> list[Finding]:
     """Divergence first; a loss that rises is not reported as a plateau too."""
     loss = history.loss
-    if loss and history.learning.state == "unknown":
-        raise NotMeasured(
-            f"the loss is known and finite in {len(loss.finite)} steps of {len(history.records)}, and has to be in twenty"
-        )
     if history.learning.state == "unknown":
-        raise NotMeasured(f"{history.advice.loss}, twenty steps of it at least")
+        few = f"the loss is known and finite in {len(loss.finite)} steps of {len(history.records)}, and has to be in twenty"
+        raise NotMeasured(few if loss else f"{history.advice.loss}, twenty steps of it at least")
     rules = _unbounded, _raised, _divergence, _at_chance, _plateau
     return next((found for rule in rules if (found := rule(history, loss.finite))), [])
 
 
 def _at_chance(history: History, loss: Series) -> list[Finding]:
-    """A loss that ends where that of the best constant answer lies."""
     chance, tail = history.chance.get("loss", 0.0), loss.part(0.8, 1)
     if not history.learning.is_at_chance or _is_warming_up(history):
         return []
@@ -558,7 +518,6 @@ def _at_chance(history: History, loss: Series) -> list[Finding]:
 
 
 def _unbounded(history: History, loss: Series) -> list[Finding]:
-    """A loss that falls below 0, faster and faster."""
     if not falls_without_bound(loss):
         return []
     return history.finding(
@@ -585,15 +544,11 @@ def _raised(history: History, loss: Series) -> list[Finding]:
         return []
     if not (tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS_ABOVE):
         return []
+    evidence = {"learning rate": max(history.rates), "loss at its best": best.median, "at the end": tail.median}
+    cause = f"{history.the_loss} has stopped falling, and the learning rate still rises."
+    advice = "End the warm-up, or end the schedule that raises it, about where the loss was at its best."
     return history.finding(
-        "loss-divergence",
-        "",
-        {"learning rate": max(history.rates), "loss at its best": best.median, "at the end": tail.median},
-        f"{history.the_loss} has stopped falling, and the learning rate still rises.",
-        "End the warm-up, or end the schedule that raises it, about where the loss was at its best.",
-        86.0,
-        severity="warning",
-        steps=(best.steps[-1], history.steps[-1]),
+        "loss-divergence", "", evidence, cause, advice, 86.0, severity="warning", steps=(best.steps[-1], history.steps[-1])
     )
 
 
@@ -632,11 +587,8 @@ def _best(loss: Series, parts: int) -> Series:
 def _is_above(tail: Series, best: Series, first: float) -> bool:
     """Whether the last losses lie above the best ones, beyond their noise, and have lost a good part of the fall from ``first``."""
     rise = max(2 * min(spread(best), spread(tail)), _AGAIN * max(first - best.median, 0.0))
-    return (
-        tail.median > max(_ABOVE * best.median, best.median + rise)
-        and rank_shift(best.values, tail.values) > _RANKS_ABOVE
-        and best.median > 0
-    )
+    is_far = tail.median > max(_ABOVE * best.median, best.median + rise)
+    return is_far and rank_shift(best.values, tail.values) > _RANKS_ABOVE and best.median > 0
 
 
 def _plateau(history: History, loss: Series) -> list[Finding]:
@@ -650,10 +602,8 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
     is_open |= _is_warming_up(history)
     at_rest = history.may_rest and history.learning.state == "flat"
     fell, has_rested = history.learning.state == "falls", tail.median < _RESTS * head.median
-    later = loss.part(_BEGINNING, 1)
-    is_open |= (
-        fell and not history.chance.get("loss") and tail.median < _FELL * max(loss.values[0], head.median)
-    )  # of an unusual loss
+    later, is_unusual = loss.part(_BEGINNING, 1), not history.chance.get("loss")
+    is_open |= fell and is_unusual and tail.median < _FELL * max(loss.values[0], head.median)
     begins, ends = later.part(0, 0.2), later.part(0.8, 1)
     is_open |= fell and (_is_unclear(loss, begins, ends) or rank_shift(begins.values, ends.values) < -PERHAPS)
     return history.finding(
@@ -694,5 +644,4 @@ def _is_steady(loss: Series) -> bool:
 
 def _is_warming_up(history: History) -> bool:
     rates = history.rates
-    usual = sorted(rates)[len(rates) // 2] if rates else 0.0
-    return len(rates) >= _FEWEST_RATES and rates[-1] == max(rates) > _UP * usual
+    return len(rates) >= _FEWEST_RATES and rates[-1] == max(rates) > _UP * median_high(rates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from statistics import median_high
 from typing import Any, NamedTuple
 
 import torch
@@ -56,17 +57,14 @@ def check_precision(history: History) -> list[Finding]:
 
 
 def _finding(history: History, where: str, largest: float, zeros: float, matrices: int) -> list[Finding]:
-    return history.finding(
-        "low-precision-underflow",
-        where,
-        {"largest gradient element": largest, "share of zeros": zeros, "matrices like this": float(matrices)},
-        "Gradients were computed in float16 and are too small for it; most are rounded to zero.",
+    evidence = {"largest gradient element": largest, "share of zeros": zeros, "matrices like this": float(matrices)}
+    cause = "Gradients were computed in float16 and are too small for it; most are rounded to zero."
+    advice = (
         "Scale the loss with torch.amp.GradScaler, or use bfloat16."
         if (scale := Precautions(history).scale) is None
-        else f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16.",
-        82.0,
-        severity="warning",
+        else f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16."
     )
+    return history.finding("low-precision-underflow", where, evidence, cause, advice, 82.0, severity="warning")
 
 
 def _lost_updates(history: History) -> dict[str, float]:
@@ -93,11 +91,8 @@ def rounding_unknown(history: History) -> str:
     halves = _halves(history) if history.parameters else []  # extremes alone say little
     if len(halves) < max(_TENSORS * len(history.matrices), 1):
         return ""
-    missing = [
-        f"monitor.add_{source}_metric('sparsity')"
-        for source, matrix in ((n.UPDATE, history.matrix(n.UPDATE, "sparsity")), (n.GRADIENT, history.gradients("sparsity")))
-        if not matrix
-    ]
+    measured = {n.UPDATE: history.matrix(n.UPDATE, "sparsity"), n.GRADIENT: history.gradients("sparsity")}
+    missing = [f"monitor.add_{source}_metric('sparsity')" for source, matrix in measured.items() if not matrix]
     if not missing:
         return ""
     return (
@@ -123,16 +118,12 @@ def _lost_finding(history: History, lost: dict[str, float]) -> list[Finding]:
     evidence = {"share of elements that do not move": lost[worst], "matrices like this": float(len(lost))}
     if still:
         evidence["matrices whose update is exactly zero"] = float(len(still))
-    return history.finding(
-        "low-precision-underflow",
-        worst,
-        evidence,
+    cause = (
         "Parameters are kept in half precision, and most of their elements do not move in a step: updates below half a unit of the last "
-        "digit are rounded to nothing.",
-        "Keep parameters in float32 and compute under torch.autocast, or use an optimizer with float32 copies or stochastic rounding.",
-        82.0,
-        severity="warning",
+        "digit are rounded to nothing."
     )
+    advice = "Keep parameters in float32 and compute under torch.autocast, or use an optimizer with float32 copies or stochastic rounding."
+    return history.finding("low-precision-underflow", worst, evidence, cause, advice, 82.0, severity="warning")
 
 
 def _with_extremes(records: Sequence[StepRecord], source: str) -> list[tuple[tuple[str, ...], Tensor]]:
@@ -150,17 +141,15 @@ def _tiny_halves(tables: Sequence[tuple[tuple[str, ...], Tensor]]) -> dict[str, 
         largest = extremes.abs().amax(1)
         are_halves = ((extremes / _SMALLEST).frac() == 0).all(1) & (largest < _SMALLEST_NORMAL)
         for name, is_half, size in zip(names, are_halves.tolist(), largest.tolist(), strict=True):
-            if size > 0 and is_half:
+            if size > 0:
                 sizes.setdefault(name, []).append(size)
-            elif size > 0:
-                others.add(name)
-    return {name: sorted(found)[len(found) // 2] for name, found in sizes.items() if name not in others}
+                others |= set() if is_half else {name}
+    return {name: median_high(found) for name, found in sizes.items() if name not in others}
 
 
 def _computes_in_float16(history: History) -> bool:
     """Whether the extremes of most outputs are float16 numbers, and not all of them also bfloat16, which has fewer digits."""
-    half: dict[str, bool] = {}
-    fewer: dict[str, bool] = {}
+    half, fewer = dict[str, bool](), dict[str, bool]()
     for names, extremes in _with_extremes(history.records, n.ACTIVATION):
         for found, dtype in ((half, torch.float16), (fewer, torch.bfloat16)):
             for name, holds in zip(names, _holds(extremes, dtype).tolist(), strict=True):
@@ -193,7 +182,6 @@ _DECOUPLED = frozenset({"AdamW", "NAdamW", "Adafactor", "Lion", "Muon", "SGDW"})
 
 
 def check_certain(history: History) -> list[Finding]:
-    """Each by its own numbers; what was not measured is left out."""
     if not history.gradients("norm"):
         raise NotMeasured("gradients were not measured")
     return [*_cleared(history), *_no_update(history), *_equal(history), *_epsilon(history), *_decay(history)]
@@ -208,16 +196,10 @@ def _cleared(history: History) -> list[Finding]:
     gone = [step for step in both if used[step] == 0]
     if len(gone) < _FEWEST or len(gone) < _MOSTLY * len(both):
         return []
-    return history.finding(
-        "gradients-cleared",
-        "",
-        {"steps": float(len(gone)), "largest norm before": max(came[step] for step in gone)},
-        "The backward pass brings gradients, and the optimizer steps with zeros.",
-        "Move optimizer.zero_grad() before loss.backward(), with nothing between that and optimizer.step().",
-        121.0,
-        severity="error",
-        steps=gone,
-    )
+    evidence = {"steps": float(len(gone)), "largest norm before": max(came[step] for step in gone)}
+    cause = "The backward pass brings gradients, and the optimizer steps with zeros."
+    advice = "Move optimizer.zero_grad() before loss.backward(), with nothing between that and optimizer.step()."
+    return history.finding("gradients-cleared", "", evidence, cause, advice, 121.0, severity="error", steps=gone)
 
 
 def _no_update(history: History) -> list[Finding]:
@@ -230,27 +212,16 @@ def _no_update(history: History) -> list[Finding]:
     values = updates.values[rows]
     still = (values == 0).double().sum(0) / (~values.isnan()).double().sum(0).clamp(min=1)
     usual = (history.ratio(n.GRADIENT, n.PARAMETER) or history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER)).medians()
-    names = [
-        name
-        for name, share in updates.by_name(still).items()
-        if share >= _MOSTLY and live.get(name, 0.0) >= _MOSTLY and name in history.matrices and usual.get(name, 1.0) > _VANISHED
-    ]
+    known = [name for name, share in updates.by_name(still).items() if share >= _MOSTLY and name in history.matrices]
+    driven = [name for name in known if live.get(name, 0.0) >= _MOSTLY and usual.get(name, 1.0) > _VANISHED]
     rounded = rounded_away(history)  # another finding has these
-    names = [name for name in names if name not in rounded]
-    if not names:
+    if not (names := [name for name in driven if name not in rounded]):
         return []
     whole = len(names) == sum(name in history.matrices for name in updates.names)
-    rates = {
-        float(rate)
-        for group in history.groups
-        if set(group["parameters"]) & set(names)
-        for rate in [group["settings"].get("lr", math.nan)]
-    }
-    cause = (
-        "its learning rate is 0"
-        if rates == {0.0}
-        else "its steps are smaller than the rounding of the weights, or it is not stepped"
-    )
+    groups = [group for group in history.groups if not set(names).isdisjoint(group["parameters"])]
+    rates = {float(group["settings"].get("lr", math.nan)) for group in groups}
+    cause = "its steps are smaller than the rounding of the weights, or it is not stepped"
+    cause = "its learning rate is 0" if rates == {0.0} else cause
     return history.finding(
         "zero-update",
         "" if whole else names[0],
@@ -291,21 +262,16 @@ def _equal(history: History) -> list[Finding]:
     found = constant if constant else zero if blocks else []
     if not found:
         return []
-    return history.finding(
-        "equal-units",
-        found[0],
-        {"matrices like this": float(len(found)), "of": float(known)},
+    evidence = {"matrices like this": float(len(found)), "of": float(known)}
+    cause = (
         f"All elements of this matrix begin with the same value, so all its units compute the same and get the same gradient."
-        f"{also_in(found)}",
-        "Draw weights at random, as torch's layers do by default, and keep constants for biases and gains.",
-        88.0,
-        severity="warning",
-        steps=[first.step],
+        f"{also_in(found)}"
     )
+    advice = "Draw weights at random, as torch's layers do by default, and keep constants for biases and gains."
+    return history.finding("equal-units", found[0], evidence, cause, advice, 88.0, severity="warning", steps=[first.step])
 
 
 def _settings(history: History, key: str) -> dict[str, tuple[Mapping[str, Any], float]]:
-    """The group of each parameter, and the value of ``key`` there; of groups that have it."""
     found = {}
     for group in history.groups:
         value = group["settings"].get(key)
@@ -318,11 +284,8 @@ def _epsilon(history: History) -> list[Finding]:
     sizes = history.used_gradients("rms")
     settings = _settings(history, "eps")
     usual = {name: value for name, value in sizes.medians().items() if name in history.matrices and value > 0}
-    damped = [
-        name
-        for name, value in usual.items()
-        if name in settings and "Ada" in settings[name][0]["optimizer"] and settings[name][1] > _DAMPED * value
-    ]
+    adaptive = [name for name in usual if name in settings and "Ada" in settings[name][0]["optimizer"]]
+    damped = [name for name in adaptive if settings[name][1] > _DAMPED * usual[name]]
     if not damped or 2 * len(damped) <= len(usual):
         return []
     epsilon = settings[damped[0]][1]
@@ -447,35 +410,28 @@ def check_nonfinite(history: History) -> list[Finding]:
     """The first applied step with NaN or Inf, by the stage that had it first; and a GradScaler that never applies a step."""
     found = _stuck(history)
     losses = dict(history.loss.pairs())
-    bad = [
-        (record, nonfinite)
-        for record in history.records
-        if (nonfinite := _first_nonfinite(record, losses.get(record.step), history))
-    ]
-    applied = [(record, nonfinite) for record, nonfinite in bad if record.applied]
+    stages = (
+        (record, _first_nonfinite(record, losses.get(record.step), history)) for record in history.records if record.applied
+    )
+    applied = [(record, *nonfinite) for record, nonfinite in stages if nonfinite]
     if not applied:
         return found
-    record, (stage, places) = applied[0]
+    record, stage, places = applied[0]
     if any(fact.rule in OF_THE_BATCH and fact.first <= record.step <= fact.last for fact in history.facts):
         return found  # the rest follows from the batch
     last = applied[-1][0].step
     evidence = {"steps": float(len(applied))}
     if stage.source:
         evidence = {"tensors": float(len(places)), **evidence}
-    where, (cause, advice) = (
-        _origin(stage, places, record, history),
-        _words_of_networks(stage, record, history) or _words(stage, places, record, history, losses.get(record.step)),
-    )
+    cause, advice = _words_of_networks(stage, record, history) or _words(stage, places, record, history, losses.get(record.step))
     known = [loss for step, loss in losses.items() if step < record.step and math.isfinite(loss)]
     if len(known) >= _LOSSES_BEFORE and known[-1] > _GREW * known[0] > 0:
         cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
         advice = "lower the learning rate first, since the training had left its range; if that changes nothing, " + advice
     if stage.rule != "non-finite-parameter" and not Precautions(history).skips:
         advice += ", or skip such steps: on_spike='skip'"
-    return [
-        *found,
-        Finding(stage.rule, "error", where, (record.step, last), evidence, _sentence(cause), _sentence(advice), 100.0),
-    ]
+    where, cause, advice = _origin(stage, places, record, history), _sentence(cause), _sentence(advice)
+    return [*found, Finding(stage.rule, "error", where, (record.step, last), evidence, cause, advice, 100.0)]
 
 
 class _Networks:
@@ -540,10 +496,8 @@ def _words(stage: _Stage, places: list[str], record: StepRecord, history: Histor
         "module makes it; if none does, "
     )
     if stage.rule == "non-finite-loss":
-        return (
-            "the loss is NaN or infinite while parameters are finite; outputs of modules were not measured",
-            look + stage.advice,
-        )
+        cause = "the loss is NaN or infinite while parameters are finite; outputs of modules were not measured"
+        return cause, look + stage.advice
     if stage.rule == "non-finite-gradient" and loss is None:
         cause = "gradients are NaN or infinite while parameters are finite; neither the loss nor outputs of modules were recorded"
         remedy = "" if history.loss else f"{history.advice.loss}, and "
@@ -631,13 +585,9 @@ def _stuck(history: History) -> list[Finding]:
         overflowed += 1
     if overflowed < _STUCK:
         return []
+    evidence = {"overflowed steps in a row": float(overflowed)}
+    cause = "The GradScaler skips every step: the gradients overflow at any scale."
+    advice = "The forward or backward pass itself overflows: use bfloat16, or keep the layers that overflow in float32."
     return history.finding(
-        "non-finite-gradient",
-        "",
-        {"overflowed steps in a row": float(overflowed)},
-        "The GradScaler skips every step: the gradients overflow at any scale.",
-        "The forward or backward pass itself overflows: use bfloat16, or keep the layers that overflow in float32.",
-        100.0,
-        severity="error",
-        steps=history.steps[-overflowed:],
+        "non-finite-gradient", "", evidence, cause, advice, 100.0, severity="error", steps=history.steps[-overflowed:]
     )

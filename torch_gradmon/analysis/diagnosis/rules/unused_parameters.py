@@ -61,16 +61,14 @@ def check_bounds(history: History) -> list[Finding]:
         within = [each[0] for each in takewhile(lambda each: len({*each}) == 1, parts)]  # the modules that contain all
         weights = [name for name in rms.names if name in history.matrices and name.split(".")[: len(within)] == within]
         if weights and all(_NEARLY * bound < low[name] and high[name] <= (1 + _ROUNDING) * bound for name in weights):
-            return history.finding(
-                "weights-at-bound",
-                weights[0],
-                {"bound": bound, "smallest root mean square of a matrix": min(map(low.__getitem__, weights))},
-                f"All weights are about {bound:.3g} or -{bound:.3g}: they sit on the bound of a clamp.{also_in(weights)}",
+            evidence = {"bound": bound, "smallest root mean square of a matrix": min(map(low.__getitem__, weights))}
+            cause = f"All weights are about {bound:.3g} or -{bound:.3g}: they sit on the bound of a clamp.{also_in(weights)}"
+            advice = (
                 "Widen the bound, or take a penalty instead, as of the gradient's norm in a Wasserstein GAN; with a smaller learning rate "
-                "they reach it later.",
-                79.0,
-                severity="warning",
-                steps=rms.steps[-len(ends) :],
+                "they reach it later."
+            )
+            return history.finding(
+                "weights-at-bound", weights[0], evidence, cause, advice, 79.0, severity="warning", steps=rms.steps[-len(ends) :]
             )
     return []
 
@@ -82,13 +80,8 @@ def _is_same(one: float, other: float) -> bool:
 def check_weights(history: History) -> list[Finding]:
     """By the norms of matrices; one that starts at zero, or near it, has to grow."""
     norms, sizes = history.settled(history.matrix(n.PARAMETER, "norm")), history.sizes(n.PARAMETER)
-    grown = {
-        name: growth
-        for name in norms.names
-        if name in history.matrices
-        and (growth := _growth(norms.column(name).finite))
-        and not _is_small(history, sizes, name, growth)
-    }
+    growths = {name: _growth(norms.column(name).finite) for name in norms.names if name in history.matrices}
+    grown = {name: growth for name, growth in growths.items() if growth and not _is_small(history, sizes, name, growth)}
     if not grown:
         return []
     worst = sorted(grown, key=lambda name: -grown[name].factor)
@@ -155,16 +148,14 @@ def check_latent(history: History) -> list[Finding]:
     first, last = outputs.part(0, 0.1).largest(), outputs.part(0.8, 1).medians()
     for one, other in _pairs(history, outputs):
         if all(last.get(name, 1.0) < min(_NOTHING, first.get(name, 0.0) / _FALLEN) for name in (one, other)):
-            return history.finding(
-                "posterior-collapse",
-                one,
-                {f"root mean square of {name}": last[name] for name in (one, other)},
-                "Mean and log variance of the latent are those of the prior, 0, for all inputs: the decoder learns nothing about them.",
+            evidence = {f"root mean square of {name}": last[name] for name in (one, other)}
+            cause = "Mean and log variance of the latent are those of the prior, 0, for all inputs: the decoder learns nothing about them."
+            advice = (
                 "Give the reconstruction its full weight, summed over pixels where the divergence is summed over latents; let the weight "
-                "of the divergence rise from 0.",
-                79.5,
-                severity="warning",
-                steps=outputs.steps,
+                "of the divergence rise from 0."
+            )
+            return history.finding(
+                "posterior-collapse", one, evidence, cause, advice, 79.5, severity="warning", steps=outputs.steps
             )
     return []
 
@@ -308,7 +299,6 @@ def _has_adapters(history: History, frozen: list[str]) -> bool:
 
 
 def check_unused_parameters(history: History) -> list[Finding]:
-    """By the gradients before clipping."""
     norms = history.gradients("norm")
     if len(norms.steps) < _STEPS_UNREACHED:
         raise NotMeasured(f"fewer than {_STEPS_UNREACHED} steps with gradients were measured")
@@ -326,55 +316,45 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
     seen = norms.by_name(norms.values.nan_to_num(0.0).amax(0))
     spoiled = history.gradients("nonfinite_count").largest()  # NaN is a gradient too, but no norm
     seen.update((name, count) for name, count in spoiled.items() if count)
-    measured = {
-        name: steps
-        for name, steps in zip(parameters.names, there, strict=True)
-        if name not in history.frozen and not history.is_gone(name)
-    }
+    measured = dict(zip(parameters.names, there, strict=True))
+    measured = {name: steps for name, steps in measured.items() if not (name in history.frozen or history.is_gone(name))}
     missed = [name for name, steps in measured.items() if steps >= _STEPS_UNREACHED and not seen.get(name)]
     if len(missed) == len(measured):
         return _all_zero(history, norms)
     found: list[Finding] = []
     if left := [name for name in missed if history.is_unowned(name)]:
-        found = _harmless(
-            history,
-            norms,
-            left,
-            "parameters without gradient and optimizer",
+        cause = (
             "No gradient reaches this parameter, and no optimizer has it, as of a target network or a teacher, which are copied, or of "
-            "a reference model.",
-            "If it should train, give it to the optimizer; if not, nothing has to be done, and requires_grad_(False) says so.",
+            "a reference model."
         )
+        advice = (
+            "If it should train, give it to the optimizer; if not, nothing has to be done, and requires_grad_(False) says so."
+        )
+        found = _harmless(history, norms, left, "parameters without gradient and optimizer", cause, advice)
         missed = [name for name in missed if not history.is_unowned(name)]
     return [*_not_reached(history, norms, missed, seen), *found] if missed else found
 
 
 def _not_reached(history: History, norms: Matrix, missed: list[str], seen: Mapping[str, float]) -> list[Finding]:
     if all(_is_taken_out(name, norms, seen) for name in missed) and not (history.learning.is_stuck or history.learning.is_worse):
-        return _harmless(
-            history,
-            norms,
-            missed,
-            "biases with a gradient of exactly 0",
+        cause = (
             "The gradient of this bias is exactly 0 in every step, while the weight of its layer has one: what follows takes the bias "
-            "out again, as the difference of two outputs of the layer does.",
-            "Nothing has to be done, and bias=False would give the same model; unless a backward() of your own returns zeros.",
+            "out again, as the difference of two outputs of the layer does."
         )
+        advice = (
+            "Nothing has to be done, and bias=False would give the same model; unless a backward() of your own returns zeros."
+        )
+        return _harmless(history, norms, missed, "biases with a gradient of exactly 0", cause, advice)
     sizes = {name: size for name, size in history.sizes(n.PARAMETER).items() if not history.is_gone(name)}
     share = sum(sizes[name] for name in missed) / max(sum(sizes.values()), 1)
     zero = history.always_reached.intersection(missed)  # a gradient that came
     missed.sort(key=lambda name: (name in zero, name not in history.matrices))
     matters = (share > _SHARE or history.learning.is_stuck) and not _is_routed(missed[0], norms)
     cause, advice = _words(history, len(missed), len(zero))
+    evidence = {"parameters without gradient": float(len(missed)), "share of all elements": share}
+    cause = cause + also_in(missed)
     return history.finding(
-        "no-gradient",
-        missed[0],
-        {"parameters without gradient": float(len(missed)), "share of all elements": share},
-        cause + also_in(missed),
-        advice,
-        75.0,
-        severity="warning" if matters else "info",
-        steps=norms.steps,
+        "no-gradient", missed[0], evidence, cause, advice, 75.0, severity="warning" if matters else "info", steps=norms.steps
     )
 
 
@@ -406,17 +386,8 @@ def _is_taken_out(name: str, norms: Matrix, seen: Mapping[str, float]) -> bool:
 
 
 def _harmless(history: History, norms: Matrix, names: list[str], what: str, cause: str, advice: str) -> list[Finding]:
-    """Information about ``names``, of which ``what`` says what was counted."""
-    return history.finding(
-        "no-gradient",
-        names[0],
-        {what: float(len(names))},
-        cause + also_in(names),
-        advice,
-        20.0,
-        severity="info",
-        steps=norms.steps,
-    )
+    evidence, cause = {what: float(len(names))}, cause + also_in(names)
+    return history.finding("no-gradient", names[0], evidence, cause, advice, 20.0, severity="info", steps=norms.steps)
 
 
 def _all_zero(history: History, norms: Matrix) -> list[Finding]:
@@ -425,19 +396,17 @@ def _all_zero(history: History, norms: Matrix) -> list[Finding]:
         return []
     loss = history.loss.finite
     is_nothing = len(loss) > 0 and not any(loss.values)
-    return history.finding(
-        "no-gradient",
-        "",
-        {"parameters with a gradient of exactly 0": float(len(norms.names))},
+    evidence = {"parameters with a gradient of exactly 0": float(len(norms.names))}
+    cause = (
         "All gradients are exactly 0 in every step, "
-        f"{'and so is the loss: nothing counts in it' if is_nothing else 'the loss does not depend on the parameters'}.",
+        f"{'and so is the loss: nothing counts in it' if is_nothing else 'the loss does not depend on the parameters'}."
+    )
+    advice = (
         "Look for labels that are all ignored, a mask of zeros, or a margin with the wrong sign; or the task was solved before."
         if is_nothing
-        else "Look for a softmax over a single output, an argmax, a rounding, a clamp that always acts, or a product with 0.",
-        75.0,
-        severity="warning",
-        steps=norms.steps,
+        else "Look for a softmax over a single output, an argmax, a rounding, a clamp that always acts, or a product with 0."
     )
+    return history.finding("no-gradient", "", evidence, cause, advice, 75.0, severity="warning", steps=norms.steps)
 
 
 def _is_routed(missed: str, norms: Matrix) -> bool:
@@ -452,7 +421,7 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
     whole = norms.values.nan_to_num(0.0).square().sum(1).sqrt()
     at = _gone_since(whole)
     if at is not None:
-        return _vanished_finding(history, severity, [""], norms.steps[at:], whole[:at].median().item())
+        return _dropped(history, severity, [""], norms.steps[at:], whole[:at].median().item())
     columns = dict(zip(norms.names, norms.values.unbind(1), strict=True))
     reached = [name for name in norms.names if name in history.always_reached and not history.is_gone(name)]
     since = {name: _gone_since(columns[name].nan_to_num(0.0), must_stay=True) for name in reached}
@@ -462,7 +431,7 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
     name = min(found, key=lambda each: (each not in history.matrices, found[each]))
     names = [name, *(other for other in found if other != name)]
     usual = columns[name][: found[name]].nanmedian().item()
-    return _vanished_finding(history, history.concern, names, norms.steps[found[name] :], usual)
+    return _dropped(history, history.concern, names, norms.steps[found[name] :], usual)
 
 
 def _frozen(history: History, norms: Matrix) -> list[Finding]:
@@ -484,21 +453,16 @@ def _frozen(history: History, norms: Matrix) -> list[Finding]:
     again = {name: at for name, at in ends.items() if name in history.frozen}
     ends = again or ends
     name = min(ends, key=lambda each: (ends[each], each not in history.matrices))
-    others = [name, *(other for other in ends if other != name)]
-    since = norms.steps[ends[name]]
-    return history.finding(
-        "gradient-dropped-to-zero",
-        name,
-        {"median norm before": norms.column(name).median},
-        f"It trained until step {norms.steps[ends[name] - 1]}, and is frozen since step {since}, by requires_grad=False.{also_in(others)}"
-        if again
-        else f"There was a gradient, and from here on there is none: it was frozen, or nothing uses it any more.{also_in(others)}",
+    before, since = norms.steps[ends[name] - 1], norms.steps[ends[name]]
+    cause = "There was a gradient, and from here on there is none: it was frozen, or nothing uses it any more."
+    if again:
+        cause = f"It trained until step {before}, and is frozen since step {since}, by requires_grad=False."
+    advice = (
         "If it is meant to train, look for requires_grad_(False) on the way, in a test perhaps, or in what builds the model anew for a "
-        "run that resumes.",
-        72.0,
-        severity="info",
-        steps=norms.steps[ends[name] :],
+        "run that resumes."
     )
+    names = [name, *(other for other in ends if other != name)]
+    return _dropped(history, "info", names, norms.steps[ends[name] :], norms.column(name).median, cause, advice)
 
 
 def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
@@ -519,16 +483,14 @@ def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
     return int(gone.nonzero()[0])
 
 
-def _vanished_finding(
-    history: History, severity: Severity, names: list[str], steps: Sequence[int], usual: float
+def _dropped(
+    history: History,
+    severity: Severity,
+    names: list[str],
+    steps: Sequence[int],
+    usual: float,
+    cause: str = "There was a gradient, and from here on there is mostly none.",
+    advice: str = "Look for a clamp or a max() around the loss, a loss weight that reached zero, a satisfied hinge, or dead units.",
 ) -> list[Finding]:
-    return history.finding(
-        "gradient-dropped-to-zero",
-        names[0],
-        {"median norm before": usual},
-        f"There was a gradient, and from here on there is mostly none.{also_in(names)}",
-        "Look for a clamp or a max() around the loss, a loss weight that reached zero, a satisfied hinge, or dead units.",
-        72.0,
-        severity=severity,
-        steps=steps,
-    )
+    evidence, cause = {"median norm before": usual}, cause + also_in(names)
+    return history.finding("gradient-dropped-to-zero", names[0], evidence, cause, advice, 72.0, severity=severity, steps=steps)
