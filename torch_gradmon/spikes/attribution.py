@@ -178,10 +178,7 @@ def are_alike(rises: Sequence[float]) -> bool:
 def last_of_all(
     suspects: Sequence[ParameterAttribution], holds: Callable[[ParameterAttribution], bool]
 ) -> ParameterAttribution | None:
-    """The last parameter of the model for which ``holds`` is true, if it is true for all before it and false for all behind it.
-
-    None otherwise, and if it is true for all parameters.
-    """
+    """The last parameter of the model for which ``holds`` is true, if it is for all before it and for none behind it, of which there is."""
     in_order = sorted(suspects, key=lambda suspect: suspect.place)
     those = list(itertools.takewhile(holds, in_order))
     return those[-1] if those and len(those) < len(in_order) and not any(map(holds, in_order[len(those) :])) else None
