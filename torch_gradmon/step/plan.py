@@ -142,10 +142,9 @@ class Registry:
         _check_name(name, source)
         pattern = compile_pattern(regex)
         if function is not None and not callable(function):
-            is_name = isinstance(function, (str, re.Pattern))
-            hint = f"; to choose tensors by name, pass metric_regex={function!r}" if is_name else ""
             raise TypeError(
-                f"metric_fn of {name!r} must be callable or None for the built-in of that name, got {display(function)}{hint}"
+                f"metric_fn of {name!r} must be callable or None for the built-in of that name, got {display(function)}"
+                + f"; to choose tensors by name, pass metric_regex={function!r}" * isinstance(function, (str, re.Pattern))
             )
         if shardwise and (function is None or callable(aggregation)):
             raise ValueError(
