@@ -198,7 +198,10 @@ _NOT_SEEN = (
     "no gradient of a micro-batch was seen: it takes a backward pass, the hooks that attach() installs, and the whole model on "
     "each rank"
 )
-_NOT_REPORTED = "not every rank has reported its micro-batches: where ranks have parts of the model, gradients are measured only once they are reduced"
+_NOT_REPORTED = (
+    "not every rank has reported its micro-batches: where ranks have parts of the model, gradients are measured only once they are "
+    "reduced"
+)
 
 
 class MicroBatchStats:
