@@ -11,7 +11,8 @@ from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import StatsTable, StepRecord
-from torch_gradmon.spikes.attribution import GradientNormHistory, ParameterAttribution
+from torch_gradmon.spikes.attribution import ParameterAttribution
+from torch_gradmon.spikes.signals import GradientNormHistory
 
 #: A root mean square, or several statistics; the same in each step, or by step. None where a tensor has no row.
 Row = float | Mapping[str, float] | None

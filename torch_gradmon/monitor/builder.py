@@ -193,8 +193,10 @@ def _plugins(
     policy = policy_of(options.on_spike)
     if policy is not None and not fence.inert:
         from ..plugins.spike_policy.plugin import SpikePolicy
+        from ..step.exchange import RankExchange
 
-        acting = SpikePolicy(policy, planner, detectors, exchange.ranks, complaints, exchange.parts_of_tensors)
+        decisions = RankExchange(exchange.ranks, complaints)
+        acting = SpikePolicy(policy, planner, detectors, decisions, complaints, exchange.parts_of_tensors)
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite_count")
     # plugins of the script may ask for gradients in each step

@@ -288,7 +288,7 @@ def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
     if runtime.fence.inert:
         return
     exchange = runtime.lifecycle.planning.exchange.between
-    if ranks.count > 1 and not exchange.all_take_part("stages"):
+    if not exchange.all_take_part("stages"):
         raise ValueError(
             f"some ranks do not watch their stages of the pipeline ({exchange.why_not('stages')}): call watch(schedule, optimizer) on "
             "every rank of it, in the same order as other monitors, or name its ranks by distributed=Distributed(process_group=...)"

@@ -16,7 +16,8 @@ from ..core.formatting import factor_text, listed, percent, times
 from ..core.keys import ACTIVATION, ACTIVATION_GRADIENT, PARAMETER, ROOT
 from ..core.moments import Column
 from ..core.records import StatsTable, StepRecord
-from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_ZERO, MAD_TO_STD, NEAR, REMEMBERED, THRESHOLD
+from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_ZERO, MAD_TO_STD, NEAR, THRESHOLD
+from .hampel import REMEMBERED as REMEMBERED
 
 # --- usual norms ---
 
@@ -178,10 +179,7 @@ def are_alike(rises: Sequence[float]) -> bool:
 def last_of_all(
     suspects: Sequence[ParameterAttribution], holds: Callable[[ParameterAttribution], bool]
 ) -> ParameterAttribution | None:
-    """The last parameter of the model for which ``holds`` is true, if it is true for all before it and false for all behind it.
-
-    None otherwise, and if it is true for all parameters.
-    """
+    """The last parameter of the model for which ``holds`` is true, if it is for all before it and for none behind it, of which there is."""
     in_order = sorted(suspects, key=lambda suspect: suspect.place)
     those = list(itertools.takewhile(holds, in_order))
     return those[-1] if those and len(those) < len(in_order) and not any(map(holds, in_order[len(those) :])) else None

@@ -267,7 +267,12 @@ def _rule(rule: Rule | Callable[[float], Any] | None, signal: str) -> Rule:
     if rule is None:
         return Hampel.for_losses() if signal.lower().endswith("loss") else Hampel()
     if all(callable(getattr(rule, method, None)) for method in _METHODS) and hasattr(rule, "threshold"):
-        _check_update(rule)
+        try:
+            inspect.signature(rule.update).bind(0.0)  # type: ignore[union-attr]
+        except TypeError as error:
+            raise TypeError(f"update of {display(rule)} must take the value and nothing else: {error}") from None
+        except ValueError:  # a function written in C may have no signature
+            pass
         return rule  # type: ignore[return-value]
     if callable(rule) and not isinstance(rule, type):
         from .rules import FunctionRule
@@ -277,12 +282,3 @@ def _rule(rule: Rule | Callable[[float], Any] | None, signal: str) -> Rule:
         f"rule must have the methods {' and '.join(_METHODS)} and a threshold, such as MedianMad(), or be a function of the value, "
         f"got {display(rule)}"
     )
-
-
-def _check_update(rule: object) -> None:
-    try:
-        inspect.signature(rule.update).bind(0.0)  # type: ignore[attr-defined]
-    except ValueError:  # a function written in C may have no signature
-        return
-    except TypeError as error:
-        raise TypeError(f"update of {display(rule)} must take the value and nothing else: {error}") from None

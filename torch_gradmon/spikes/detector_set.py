@@ -44,10 +44,8 @@ class RecoveryTracker:
                 del self._cases[signal]
 
     def update(self, step: int, spikes: Mapping[str, SpikeEvent], value_of: Callable[[str], float | None]) -> list[str]:
-        """Take the next step, with its ``spikes`` by signal; return reports about earlier spikes that are due.
-
-        A spike that continues in the next step is the same spike, and the steps after its last one count. A spike that lasts longer than
-        :data:`AFTER` steps is reported anyway.
+        """Take the next step, with its ``spikes`` by signal; return reports about earlier spikes that are due. One that continues in the
+        next step is the same spike, and the steps after its last one count; one of more than :data:`AFTER` steps is reported anyway.
         """
         found = []
         for signal, (events, values) in list(self._cases.items()):
@@ -218,9 +216,8 @@ class DetectorSet:
         self.detectors[detector.name] = detector
 
     def begin(self, record: StepRecord, absent: MutableMapping[tuple[str, str], str]) -> None:
-        """Start with the ``record`` of a step that has ended. A step that was not applied is not judged.
-
-        One that was known before is preceded by :meth:`rewind`.
+        """Start with the ``record`` of a step that has ended, which is not judged if it was not applied. :meth:`rewind` precedes one that
+        was known before.
         """
         if self.detectors:
             self.history.gradients.add(record.step, record.tables)
@@ -289,9 +286,8 @@ class DetectorSet:
     def detect(
         self, record: StepRecord, whole: Mapping[str, float], absent: MutableMapping[tuple[str, str], str]
     ) -> tuple[StepRecord, list[SpikeEvent]]:
-        """Feed the signals that have a value by now; returns ``record`` with the new scores and events, and these events.
-
-        ``whole`` has the whole-model values by name; ``absent`` gets the reasons for missing scores.
+        """Feed the signals that have a value by now; returns ``record`` with the new scores and events, and these events. ``whole`` has
+        the whole-model values by name; ``absent`` gets the reasons for missing scores.
         """
         if record.values is self._detected_in:  # no value came late
             return record, []
@@ -311,7 +307,12 @@ class DetectorSet:
                 verdicts, spikes = self._judged(detector, record.step, values, learns=True)
                 events += spikes
                 if is_first and values and name == MAIN_SIGNAL and self.history.gradients.spoiled:
-                    events.append(self._spoiled_between(detector, record))
+                    norm = math.sqrt(record.tables[GRADIENT].sums[Column.SQUARE_SUM])
+                    norm, limit = (
+                        math.nan if math.isfinite(norm) else norm,
+                        float(detector.rule.threshold),
+                    )  # finite: of some tensors
+                    events.append(SpikeEvent(record.step, USED_SIGNAL, norm, math.inf, limit, f"{USED_SIGNAL} is {norm}"))
             except Exception as error:  # of a user's rule; it must not cost the record
                 self._switch_off(name, error)
                 continue
@@ -329,12 +330,6 @@ class DetectorSet:
             record = replace(record, values=known, events=(*record.events, *events))
         self._detected_in = record.values
         return record, events
-
-    def _spoiled_between(self, detector: SpikeDetector, record: StepRecord) -> SpikeEvent:
-        """Backward has left gradients finite, but what the optimizer uses is not."""
-        value = math.sqrt(record.tables[GRADIENT].sums[Column.SQUARE_SUM])
-        value = value if not math.isfinite(value) else math.nan  # squares of some tensors only
-        return SpikeEvent(record.step, USED_SIGNAL, value, math.inf, float(detector.rule.threshold), f"{USED_SIGNAL} is {value}")
 
     def _judged(
         self, detector: SpikeDetector, step: int, values: Mapping[str, float], learns: bool
@@ -411,19 +406,16 @@ class DetectorSet:
 
     # --- what is watched -----------------------------------------------------------------------------------------------------------
 
-    def _all(self) -> list[SpikeDetector]:
-        return [*self.detectors.values(), *(detector for detector, _ in self._failed.values())]
+    def _watched(self) -> list[str | re.Pattern[str]]:
+        return [detector.signal for detector in (*self.detectors.values(), *(failed for failed, _ in self._failed.values()))]
 
     @property
     def watches_values(self) -> bool:
         """Whether any signal is, or may be, a logged value rather than one of the model."""
-        return any(_is_of_a_batch(detector.signal) for detector in self._all())
+        return any(map(_is_of_a_batch, self._watched()))
 
     def watches(self, key: Key) -> bool:
-        return any(
-            bool(detector.signal.search(key.name)) if isinstance(detector.signal, re.Pattern) else detector.signal == key.name
-            for detector in self._all()
-        )
+        return any(key.name == each if isinstance(each, str) else each.search(key.name) for each in self._watched())
 
     def needs_detail(self) -> bool:
         """Whether steps not applied call for more detail; true once for each limit."""

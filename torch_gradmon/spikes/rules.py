@@ -433,12 +433,7 @@ class _Windows:
 
 
 class HampelBank:
-    """:class:`Hampel` for a fixed number of signals that are never negative.
-
-    Args:
-        like: a rule with the settings to use; its state is ignored.
-        signals: number of signals.
-    """
+    """:class:`Hampel` for a fixed number of signals that are never negative, with the settings of the rule ``like``."""
 
     def __init__(self, like: Hampel, signals: int) -> None:
         self.threshold, self._least, self._early = like.threshold, math.log(like.least), like.early
@@ -458,11 +453,8 @@ class HampelBank:
         self._count = np.zeros(signals, np.int64)
 
     def verdicts(self, values: Tensor, learns: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Score ``values``, float64 ``[signals]`` on the CPU, then learn them, or not.
-
-        Returns:
-            The scores, infinite for NaN and Inf, NaN if there is none yet; which values are spikes; and the logarithms of the usual
-            values before, infinite if unknown. All ``[signals]``.
+        """Score ``values``, float64 ``[signals]`` on the CPU, then learn them, or not. Returns the scores, infinite for NaN and Inf, NaN
+        if there is none yet; which values are spikes; and the logarithms of the usual values before, infinite if unknown.
         """
         positions = torch.where(values > 0, values.log(), LOG_OF_ZERO).numpy()
         finite, medians = values.isfinite().numpy(), {name: level.median() for name, level in self._levels.items()}

@@ -421,7 +421,7 @@ class RankExchange:
         Returns what all ranks have sent, :data:`EMPTY_SLOT` where none can; None if no exchange took place. The numbers of a ``slot`` are
         added up, so at most one rank may send any. ``parts``: what ranks must have in common for ``what`` they are asked to take part in.
         """
-        if not (tensors or shares_values):
+        if not (tensors or shares_values) or self.ranks.count == 1:
             return None
         if not self.all_take_part(what, parts, buffer.step):
             why = self.why_not(what)
@@ -471,6 +471,8 @@ class RankExchange:
         """Whether every rank exchanges ``"tensors"``, ``"values"`` or ``"decisions"``; also where some have other names or metrics, what
         all have in common. Asked the first time, a rank without peers waits; ``step``: the one in flight, in which late ranks may join.
         """
+        if self.ranks.count == 1:
+            return True
         agreement = self._agreement(what)
         if agreement.is_met:
             return bool(agreement.takes_part)

@@ -144,11 +144,7 @@ class Registry:
         if function is not None and not callable(function):
             raise TypeError(
                 f"metric_fn of {name!r} must be callable or None for the built-in of that name, got {display(function)}"
-                + (
-                    f"; to choose tensors by name, pass metric_regex={function!r}"
-                    if isinstance(function, (str, re.Pattern))
-                    else ""
-                )
+                + f"; to choose tensors by name, pass metric_regex={function!r}" * isinstance(function, (str, re.Pattern))
             )
         if shardwise and (function is None or callable(aggregation)):
             raise ValueError(

@@ -19,12 +19,11 @@ from .plan import HISTOGRAM_NAME, KURTOSIS, STABLE_RANK, Registry, SourcePlan
 from .summary import CLIP_SEEN, OTHERS, SET_BY_HAND, LayerSelection, StepFacts, Summary, head_values, norms_by_rank, not_applied
 from .summary import key as summary_key
 
+#: By source, empty for any, and metric.
 _UNDEFINED = {
-    "grad_momentum_cosine": "the gradient or the momentum is zero",
-    KURTOSIS: "all its elements are equal",
-    STABLE_RANK: "all its elements are zero",
-}
-_UNDEFINED_OF = {
+    ("", "grad_momentum_cosine"): "the gradient or the momentum is zero",
+    ("", KURTOSIS): "all its elements are equal",
+    ("", STABLE_RANK): "all its elements are zero",
     (n.UPDATE, "angle"): "the parameter is zero before the step, or after it",
     (n.UPDATE, "growth"): "the parameter is zero before the step",
     (n.ACTIVATION, "spectral_alignment"): "the weight is zero",
@@ -37,7 +36,7 @@ def _defined(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) ->
     found: dict[Key, float] = {}
     classes: dict[tuple[str, str], bool] = {}  # by source and name, whether any has an element
     for key, value in custom.items():
-        if value == n.UNDEFINED and (why := _UNDEFINED.get(key.metric) or _UNDEFINED_OF.get((key.source, key.metric))):
+        if value == n.UNDEFINED and (why := _UNDEFINED.get(("", key.metric)) or _UNDEFINED.get((key.source, key.metric))):
             absent[key.source, f"{key.name}/{key.metric}"] = why
             continue
         if key.metric.startswith(_CLASS_OF_HISTOGRAM):
@@ -232,10 +231,10 @@ _DEFAULT_REASONS = {
     n.UPDATE: "no attached optimizer changes it",
     **dict.fromkeys(n.ATTENTION_SOURCES.values(), "no call of scaled_dot_product_attention by a module of that name was seen"),
     n.OPTIMIZER: "the optimizer keeps no such state for it, or is not attached",
-    n.ACTIVATION: "the module was not called in a training forward that hooks can see",
+    **dict.fromkeys(
+        (n.ACTIVATION, n.ACTIVATION_DIFFERENCE, n.INPUT), "the module was not called in a training forward that hooks can see"
+    ),
     n.ACTIVATION_GRADIENT: "no backward pass that ends in parameters brought a gradient for its output in a training forward",
-    n.ACTIVATION_DIFFERENCE: "the module was not called in a training forward that hooks can see",
-    n.INPUT: "the module was not called in a training forward that hooks can see",
     **dict.fromkeys(n.RCC_SOURCES, "the module was not called in a training forward of the whole model"),
     n.INPUT_GRADIENT: "no backward pass that ends in parameters brought a gradient for its input in a training forward",
 }

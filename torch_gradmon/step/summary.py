@@ -198,6 +198,10 @@ _NOT_SEEN = (
     "no gradient of a micro-batch was seen: it takes a backward pass, the hooks that attach() installs, and the whole model on "
     "each rank"
 )
+_NOT_REPORTED = (
+    "not every rank has reported its micro-batches: where ranks have parts of the model, gradients are measured only once they are "
+    "reduced"
+)
 
 
 class MicroBatchStats:
@@ -219,14 +223,8 @@ class MicroBatchStats:
     ) -> dict[str, float]:
         """The values of one step by name, from the norms by rank and that of the ``whole`` gradient; ``absent`` gets reasons."""
         every = [norm for each in norms.values() for norm in each]
-        if ranks == 1 and not every:
-            absent.update(dict.fromkeys(BATCH_DOCUMENTATION, _NOT_SEEN))
-            return {}
         if len(norms) != ranks or not every:
-            reason = (
-                "not every rank has reported its micro-batches: where ranks have parts of the model, gradients are measured only once they "
-                "are reduced"
-            )
+            reason = _NOT_SEEN if ranks == 1 else _NOT_REPORTED
             absent.update(dict.fromkeys(BATCH_DOCUMENTATION, reason))
             return {}
         values = {"micro_batch_grad_norm_max": max(every) if not any(map(math.isnan, every)) else math.nan}

@@ -13,9 +13,8 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from ...core.records import SpikeEvent, StepRecord
 from ...spikes.detector_set import DetectorSet
 from ...step.active_step import ActiveStep, Mode
 from ...step.buffer import StepBuffer
+from ...step.exchange import RankExchange
 from ...step.model_index import parameters_of
 from ...step.plan import SourcePlan
 from ...step.planner import Planner
@@ -39,9 +39,6 @@ from ...step.plugin import OptimizerContext, Plugin
 from ...step.ranks import Ranks, local_part
 from ...step.summary import gradient_values
 from .policy import Policy, Rollback, RollbackResult
-
-if TYPE_CHECKING:
-    from ...step.exchange import RankExchange
 
 # --- The model's buffers before a batch: a skipped batch must not change running statistics ---
 
@@ -418,27 +415,21 @@ class SpikePolicy(Plugin):
         policy: Policy,
         planner: Planner,
         detectors: DetectorSet,
-        ranks: Ranks,
+        exchange: RankExchange,
         complaints: WarningLog,
         parts: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.policy = policy.without_others() if isinstance(policy, Rollback) else policy
         self._settings = policy.settings  # with the number of the others
         self._planner = planner
-        self._detectors, self._ranks, self._complaints, self._parts = detectors, ranks, complaints, parts
+        self._detectors, self._exchange, self._complaints, self._parts = detectors, exchange, complaints, parts
         self._model_buffers = Buffers()
-        self._snapshots = Snapshots(policy, ranks, complaints) if isinstance(policy, Rollback) else None
+        self._snapshots = Snapshots(policy, exchange.ranks, complaints) if isinstance(policy, Rollback) else None
         self.known: tuple[StepRecord, dict[str, float]] | None = None  # the values at the decision
         self.act: Act | None = None  # on the current step, or on the last one that ended
         self.rolled_back: RollbackResult | None = None  # of that step
         self.overrules_scaler = False  # ranks' scalers disagreed about the step: it is skipped, and leaves the scale as it was
         self.skipped = self.rollbacks = self._in_a_row = 0
-
-    @cached_property
-    def _exchange(self) -> RankExchange:
-        from ...step.exchange import RankExchange  # where there are other ranks
-
-        return RankExchange(self._ranks, self._complaints)
 
     # --- the model's buffers -------------------------------------------------------------------------------------------------
 
@@ -479,7 +470,7 @@ class SpikePolicy(Plugin):
         assert step.buffer is not None
         try:
             if not self.is_skipped:  # else all ranks know
-                if self._ranks.count > 1 and not self._exchange.all_take_part("decisions", self._common, step.number):
+                if not self._exchange.all_take_part("decisions", self._common, step.number):
                     return
                 severity, reason = self._vote(step.buffer, step.plans, optimizer)
                 if severity == CALM or not self._answer(step.number, severity, reason, optimizer.stepped):
@@ -529,8 +520,7 @@ class SpikePolicy(Plugin):
         for source in _SOURCES if optimizer.ignored else ():
             part.clear(source, optimizer.ignored)
         spread = {source: (plans[source].exchanged, plans[source].columns) for source in _SOURCES if plans[source].exchanged}
-        if self._ranks.count > 1:
-            self._exchange.run(part, spread, self._detectors.watches_values, self._detectors.watches, what="decisions")
+        self._exchange.run(part, spread, self._detectors.watches_values, self._detectors.watches, what="decisions")
         events: list[SpikeEvent] = []
         count, refused = 0, optimizer.is_overflowed
         try:
@@ -554,7 +544,7 @@ class SpikePolicy(Plugin):
         return vote
 
     def _together(self, severity: float, reason: str, refused: bool) -> tuple[float, str]:
-        ranks = self._ranks
+        ranks = self._exchange.ranks
         if ranks.count == 1:
             return severity, reason
         row = identity(2, ranks.device)
@@ -601,8 +591,7 @@ class SpikePolicy(Plugin):
 
     def on_detach(self) -> None:
         self.requires_gradients = False
-        if "_exchange" in vars(self):
-            self._exchange.end()
+        self._exchange.end()
         self._model_buffers.forget()
         self.on_rewind(0)
 
