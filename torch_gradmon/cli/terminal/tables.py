@@ -148,7 +148,7 @@ def _layers(summary: RunSummary, width: int) -> Iterator[RenderableType]:
     meanings = [f"{heading}: {meaning}" for heading, _, meaning in COLUMNS.values() if heading in cells]
     yield Text("; ".join(meanings), style=_DIM)
     if left_out:
-        yield Text(f"no room for {', '.join(left_out)}", style=_DIM)
+        yield Text(f"no room for {', '.join(title.split()[0] for title in left_out)}", style=_DIM)
 
 
 def _left_out(least: Sequence[str], columns: dict[str, list[str]], names: Sequence[str], width: int) -> list[str]:
