@@ -62,7 +62,6 @@ def _moved(match: re.Match[str]) -> str:
 
 # --- the training ---
 
-
 RUN_DIR = "runs/demo"
 STEPS = 601  # steps 0 to 600, so that the last one measures updates
 UPDATE_EVERY = 10

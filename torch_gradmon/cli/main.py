@@ -74,7 +74,6 @@ def _run_command(given: list[str]) -> int:
 
 
 def command_parser() -> _Parser:
-    """The parser of the command line."""
     parser = _Parser(
         prog="gradmon",
         description="See what gradients, parameters and updates do while a PyTorch model trains.",

@@ -113,7 +113,8 @@ def read(path: Path, last: int = 0) -> tuple[DetailRequest, str]:
     with open(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ValueError("it is not a regular file")
-        if (owner := os.fstat(handle).st_uid) not in (0, user := _user(owner)):
+        owner = os.fstat(handle).st_uid
+        if owner not in (0, user := getattr(os, "geteuid", lambda: owner)()):
             raise ValueError(f"user {owner} made it, and the training is of user {user}")
         data = file.read(_LARGEST_FILE + 1)
     if len(data) > _LARGEST_FILE:
@@ -137,8 +138,3 @@ def read(path: Path, last: int = 0) -> tuple[DetailRequest, str]:
     if request.number > last + _AHEAD:
         raise ValueError(f"its number {request.number} is far above that of the last one, {last}")
     return request, session
-
-
-def _user(other: int) -> int:
-    """The user of this process; ``other`` where the system has none."""
-    return os.geteuid() if hasattr(os, "geteuid") else other

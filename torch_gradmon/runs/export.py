@@ -137,7 +137,6 @@ class StepFrame:
         self.fields = (*facts, *(Field(name, "real") for name in free), *texts)
 
     def parts(self) -> Iterator[tuple[int, list[Column]]]:
-        """The number of steps and the columns of each part; ascending."""
         for window in _windows(self._run, self._steps, max(16 * _ROWS // len(self.fields), 1)):
             yield len(window.steps), self._part(window)
 

@@ -13,7 +13,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -331,101 +331,88 @@ def column_of(record: bytes, key: int, count: int) -> np.ndarray:
 # --- the forms of what stands as JSON, which somebody else may have written -------------------------------------------------------
 
 _Found = TypeVar("_Found")
-Form = Callable[[Any], bool]
+#: What a value has to be: of a type, of one of several forms, a list of a form, an object with members of some forms, where those that
+#: REQUIRED names have to be there, EACH stands for all others, and without it these may be anything; or what a function says.
+Form = Any
+REQUIRED, EACH = None, ...  # which no member can be called
+_NUMBER = (int, float)
+_ANYTHING: Form = {}
 
 
-def _is(*kinds: type) -> Form:
-    return lambda found: type(found) in kinds
+def fits(found: Any, form: Form) -> bool:
+    if form is None or isinstance(form, type):
+        return found is form or type(found) is form
+    if isinstance(form, tuple):
+        return any(fits(found, each) for each in form)
+    if isinstance(form, list):
+        return type(found) is list and all(fits(part, form[0]) for part in found)
+    if not isinstance(form, dict):
+        return bool(form(found))
+    if type(found) is not dict or not all(name in found for name in form.get(REQUIRED, ())):
+        return False
+    return all(fits(value, form.get(name, form.get(EACH))) for name, value in found.items() if EACH in form or name in form)
 
 
-def _list_of(form: Form) -> Form:
-    return lambda found: type(found) is list and all(map(form, found))
-
-
-def _by_name(form: Form) -> Form:
-    return lambda found: type(found) is dict and all(map(form, found.values()))
-
-
-def _object(*required: str, **forms: Form) -> Form:
-    """An object that has the ``required`` ones of these members; others than these may be anything."""
-    return lambda found: (
-        type(found) is dict
-        and all(name in found for name in required)
-        and all(form(found[name]) for name, form in forms.items() if name in found)
-    )
-
-
-def _maybe(form: Form) -> Form:
-    return lambda found: found is None or form(found)
-
-
-_TEXT, _WHOLE, _NUMBER, _FLAG = _is(str), _is(int), _is(int, float), _is(bool)
-_NAMES, _NUMBERS, _ANYTHING = _list_of(_TEXT), _list_of(_NUMBER), _by_name(lambda found: True)
-_FINDINGS = _list_of(
-    _object(
-        "rule", "first", "last", "count",
-        rule=_TEXT, first=_WHOLE, last=_WHOLE, count=_WHOLE, where=_NAMES, evidence=_by_name(_NUMBER),
-    )
-)  # fmt: skip
-_CHANGE = _object(
-    "number",
-    number=_WHOLE, since=_maybe(_WHOLE), until=_maybe(_WHOLE), first=_maybe(_WHOLE), steps=_maybe(_WHOLE), every=_maybe(_WHOLE),
-    preset=_maybe(_TEXT), ended=_TEXT,
-)  # fmt: skip
+_FINDINGS: Form = [
+    {
+        REQUIRED: ("rule", "first", "last", "count"), "rule": str, "first": int, "last": int, "count": int, "where": [str],
+        "evidence": {EACH: _NUMBER},
+    }
+]  # fmt: skip
+_CHANGE: Form = {
+    REQUIRED: ("number",), "number": int, "since": (int, None), "until": (int, None), "first": (int, None), "steps": (int, None),
+    "every": (int, None), "preset": (str, None), "ended": str,
+}  # fmt: skip
 _FACTS: dict[str, Form] = {
-    "torch": _TEXT,
-    "model": _TEXT,
-    "preset": _maybe(_TEXT),
-    "trainer": _TEXT,
-    "every": _maybe(lambda found: _WHOLE(found) and found > 0),
-    "parameters": _by_name(_object("shape", shape=_list_of(_WHOLE), dtype=_TEXT)),
-    "kinds": _by_name(_TEXT),
-    "matrices": _by_name(_WHOLE),
-    "frozen": _NAMES,
-    "optimizers": _list_of(
-        _object("optimizer", "settings", "parameters", optimizer=_TEXT, number=_WHOLE, parameters=_NAMES, settings=_object(
-            lr=_maybe(_NUMBER), initial_lr=_maybe(_NUMBER), weight_decay=_maybe(_NUMBER),
-        ))
-    ),
-    "chance": _by_name(_NUMBER),
+    "torch": str,
+    "model": str,
+    "preset": (str, None),
+    "trainer": str,
+    "every": (None, lambda found: type(found) is int and found > 0),
+    "parameters": {EACH: {REQUIRED: ("shape",), "shape": [int], "dtype": str}},
+    "kinds": {EACH: str},
+    "matrices": {EACH: int},
+    "frozen": [str],
+    "optimizers": [
+        {
+            REQUIRED: ("optimizer", "settings", "parameters"), "optimizer": str, "number": int, "parameters": [str],
+            "settings": dict.fromkeys(("lr", "initial_lr", "weight_decay"), (*_NUMBER, None)),
+        }
+    ],
+    "chance": {EACH: _NUMBER},
     "process": _ANYTHING,
-    "clip_bound": _maybe(_NUMBER),
-    "raised": _TEXT,
-    "unwritten": _WHOLE,
-    "lost_after": _maybe(_WHOLE),
-    "lost_why": _TEXT,
-    "tune": _object(
-        session=_TEXT, listens=_FLAG, ended=_FLAG, number=_WHOLE, why=_TEXT,
-        in_force=_maybe(_CHANGE), waits=_maybe(_CHANGE), last=_maybe(_CHANGE),
-    ),
-    "audit": _FINDINGS, "replicas": _FINDINGS, "setup": _FINDINGS, "data": _FINDINGS, "foresight": _FINDINGS,
+    "clip_bound": (*_NUMBER, None),
+    "raised": str,
+    "unwritten": int,
+    "lost_after": (int, None),
+    "lost_why": str,
+    "tune": {
+        "session": str, "listens": bool, "ended": bool, "number": int, "why": str,
+        "in_force": (_CHANGE, None), "waits": (_CHANGE, None), "last": (_CHANGE, None),
+    },
+    **dict.fromkeys(("audit", "replicas", "setup", "data", "foresight"), _FINDINGS),
 }  # fmt: skip
 _CONTEXT: dict[str, Form] = {
-    "lr": _NUMBERS,
-    "amp_scale": _maybe(_NUMBER),
-    "overhead_fraction": _maybe(_NUMBER),
+    "lr": [_NUMBER],
+    "amp_scale": (*_NUMBER, None),
+    "overhead_fraction": (*_NUMBER, None),
     "tags": _ANYTHING,
-    "batch_norms": lambda found: _by_name(_NUMBERS)(found) and all(name.isdecimal() and len(name) < 10 for name in found),
-    "rows": _object(
-        "ids", "losses", "count", "sum", "nonfinite", ids=_list_of(_is(int, str)), losses=_NUMBERS, count=_WHOLE, sum=_NUMBER,
-        nonfinite=_WHOLE,
-    ),
-    "skipped": _TEXT,
-    "interrupted": _TEXT,
-    "action": _TEXT,
-    NO_ATTENTION: _TEXT,
-    # these stand elsewhere
-    "time": lambda found: False,
-    "applied": lambda found: False,
+    "batch_norms": lambda found: fits(found, {EACH: [_NUMBER]}) and all(name.isdecimal() and len(name) < 10 for name in found),
+    "rows": {
+        REQUIRED: ("ids", "losses", "count", "sum", "nonfinite"), "ids": [(int, str)], "losses": [_NUMBER], "count": int,
+        "sum": _NUMBER, "nonfinite": int,
+    },
+    **dict.fromkeys(("skipped", "interrupted", "action", NO_ATTENTION), str),
+    **dict.fromkeys(("time", "applied"), lambda found: False),  # these stand elsewhere
 }  # fmt: skip
 _EVENT: dict[str, Form] = {
-    "step": _WHOLE, "signal": _TEXT, "value": _NUMBER, "score": _NUMBER, "threshold": _NUMBER, "reason": _TEXT,
-    "usual": _maybe(_NUMBER), "where": _TEXT, "action": _TEXT,
+    "step": int, "signal": str, "value": _NUMBER, "score": _NUMBER, "threshold": _NUMBER, "reason": str, "usual": (*_NUMBER, None),
+    "where": str, "action": str,
 }  # fmt: skip
 
 
 def _fitting(found: Mapping[str, _Found], forms: Mapping[str, Form]) -> dict[str, _Found]:
-    return {name: value for name, value in found.items() if name not in forms or forms[name](value)}
+    return {name: value for name, value in found.items() if name not in forms or fits(value, forms[name])}
 
 
 def facts_of(found: Mapping[str, Any]) -> dict[str, Any]:

@@ -120,12 +120,10 @@ class StoredStep(NamedTuple):
     values: dict[int, float]
 
     def parsed_context(self) -> dict[str, Any]:
-        """Learning rates, loss scale and tags."""
         found = _parsed(self.context)
         return f.context_of(found) if isinstance(found, dict) else {}
 
     def facts(self) -> dict[str, Any]:
-        """The same with the time, and whether the step was applied."""
         return {"time": self.time, "applied": self.applied, **self.parsed_context()}
 
     def spikes(self) -> tuple[SpikeEvent, ...]:
@@ -529,7 +527,15 @@ class RunIndex:
             return {}
         places = np.array([members.index(number) if number in members else -1 for members in self._sets], np.int64)
         has = (places >= 0)[sets := self._table["keys"][: self._size]]
-        values, is_known = self._indexed_values(number, has)
+        values, is_known = np.full(self._size, np.nan), np.zeros(self._size, bool)
+        for pair in self._pairs:  # first what indices know
+            own = next((own for own, each in pair.ids.items() if each == number), None)
+            for part, end, columns in pair.columns:
+                if number in columns and own is not None:
+                    with contextlib.suppress(f.Unreadable):
+                        record = _up_to(end, pair.values.record(columns[number]))
+                        values[part][has[part]] = f.column_of(record, own, int(has[part].sum()))
+                        is_known[part] = has[part]
         frames, steps = (each[has[self._in_order()[0]]] for each in self._in_order())
         for frame in frames[~is_known[frames]].tolist():
             try:
@@ -539,19 +545,6 @@ class RunIndex:
                 self._miss(frame)
         there = is_known[frames]
         return dict(zip(steps[there].tolist(), values[frames[there]].tolist(), strict=True))  # of a step the last one
-
-    def _indexed_values(self, key: int, has: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """By frame, the value of a key, which the frames that ``has`` names have, and whether an index knows it."""
-        found, is_known = np.full(self._size, np.nan), np.zeros(self._size, bool)
-        for pair in self._pairs:
-            own = next((own for own, number in pair.ids.items() if number == key), None)
-            for frames, end, columns in pair.columns:
-                if key in columns and own is not None:
-                    with contextlib.suppress(f.Unreadable):
-                        record = _up_to(end, pair.values.record(columns[key]))
-                        found[frames][has[frames]] = f.column_of(record, own, int(has[frames].sum()))
-                        is_known[frames] = has[frames]
-        return found, is_known
 
     def _miss(self, frame: int) -> None:
         self.unreadable.append((self._pair_of(frame).values.name, self._table["begin"].item(frame)))

@@ -107,12 +107,10 @@ class LogWriter:
 
     @property
     def is_deleted(self) -> bool:
-        """Whether nothing leads to the file any more."""
         return os.fstat(self._file).st_nlink == 0
 
     @property
     def identity(self) -> tuple[int, int]:
-        """What distinguishes the file from another of its name."""
         found = os.fstat(self._file)
         return found.st_dev, found.st_ino
 
@@ -181,7 +179,6 @@ class LogReader:
 
     @property
     def size(self) -> int:
-        """The size of the file now, in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def found_backwards(self, kind: bytes, most: int) -> Record | None:
@@ -225,7 +222,6 @@ class LogReader:
         return frame is not None and frame.end == 0 and any(self._bytes(0, _HEADER.size)[0][: _HEADER.size])
 
     def at(self, begin: int, end: int = 0) -> bytes | None:
-        """The data of :meth:`record`."""
         found = self.record(begin, end)
         return None if found is None else found.data
 

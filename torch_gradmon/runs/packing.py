@@ -16,7 +16,7 @@ import torch
 
 from ..core.moments import ALWAYS, SUMMED, WIDTH, Column
 from ..core.records import StatsTable
-from .format import LONGEST_NAME, Unreadable
+from .format import LONGEST_NAME, REQUIRED, Form, Unreadable, fits
 
 #: The names of columns where the number stored is not what the column is, but follows from it.
 _DERIVED = {Column.SUM: "mean", Column.ABS_SUM: "abs_mean", Column.SQUARE_SUM: "std"}
@@ -89,29 +89,30 @@ class TableLayout(NamedTuple):
         return self._replace(names=tuple(self.names[row] for row in rows), counts=counts), columns[:, rows].tobytes()
 
 
+def _is_name(found: object) -> bool:
+    return type(found) is str and len(found) <= LONGEST_NAME
+
+
+_LAYOUT: Form = {
+    REQUIRED: ("source", "same_as", "tensors", "measured", "stored", "counts"),
+    "source": _is_name,
+    "same_as": str,
+    "tensors": [_is_name],
+    "measured": list,
+    "counts": [lambda found: type(found) is int and 0 <= found < 2**62],
+}
+
+
 def layout_of(facts: Mapping[str, Any]) -> TableLayout:
     """The layout that was defined so. Raises Unreadable if it is none."""
-    source, same_as = facts.get("source"), facts.get("same_as")
-    names, measured, stored, counts = (_listed(facts, name) for name in ("tensors", "measured", "stored", "counts"))
-    if (
-        not isinstance(source, str)
-        or not isinstance(same_as, str)
-        or not all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in (source, *names))
-    ):
-        raise Unreadable("a layout has names that are none")
-    if len(counts) not in (0, len(names)) or not all(type(count) is int and 0 <= count < 2**62 for count in counts):
-        raise Unreadable("a layout has counts that are none")
-    columns = frozenset(_COLUMNS[column] for column in measured if isinstance(column, str) and column in _COLUMNS)
-    if stored != [_NAMES[Column(column)] for column in _stored(columns, bool(counts))] or len(set(names)) != len(names):
-        raise Unreadable("a layout has other columns, or names twice")
-    return TableLayout(source, tuple(names), columns, tuple(counts), same_as)
-
-
-def _listed(facts: Mapping[str, Any], name: str) -> list[Any]:
-    found = facts.get(name)
-    if not isinstance(found, list):
-        raise Unreadable(f"a layout has no list of {name}")
-    return found
+    if not fits(facts, _LAYOUT):
+        raise Unreadable("a layout is none")
+    names, counts = tuple(facts["tensors"]), tuple(facts["counts"])
+    columns = frozenset(column for name, column in _COLUMNS.items() if name in facts["measured"])
+    stored = [_NAMES[Column(column)] for column in _stored(columns, bool(counts))]
+    if facts["stored"] != stored or len(set(names)) != len(names) or len(counts) not in (0, len(names)):
+        raise Unreadable("a layout has other columns or counts, or names twice")
+    return TableLayout(facts["source"], names, columns, counts, facts["same_as"])
 
 
 @lru_cache(maxsize=8)  # in most steps they are those of the last one

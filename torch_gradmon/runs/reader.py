@@ -75,7 +75,6 @@ class RunReader:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Facts about the run."""
         return self._index.meta
 
     @property
@@ -88,7 +87,6 @@ class RunReader:
 
     @property
     def status(self) -> RunStatus:
-        """Whether the run is still alive."""
         return status_in(self._index, self.path)
 
     @property
@@ -355,8 +353,6 @@ def fitting(values: Mapping[str, int], steps: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ValueMatrix:
-    """Values of some steps."""
-
     keys: tuple[Key, ...]
     values: Tensor  # float64 [steps, keys]; NaN where absent
     there: Tensor  # bool [steps, keys]; which values are present. A present value may be NaN
@@ -373,14 +369,6 @@ class ValueMatrix:
             for known, empty in zip((self.values, self.there), empty_matrix(len(self.values), len(keys)), strict=True)
         )
         return ValueMatrix((*self.keys, *keys), values, there)
-
-    def overlaid(self, other: ValueMatrix) -> ValueMatrix:
-        """With the values of ``other`` in place of its own; keys that only ``other`` has are appended."""
-        place = {key: column for column, key in enumerate(dict.fromkeys((*self.keys, *other.keys)))}
-        wide, columns = self.with_absent(list(place)[len(self.keys) :]), [place[key] for key in other.keys]
-        wide.values[:, columns] = torch.where(other.there, other.values, wide.values[:, columns])
-        wide.there[:, columns] |= other.there
-        return wide
 
 
 def empty_matrix(*shape: int) -> tuple[Tensor, Tensor]:
@@ -425,15 +413,9 @@ class Window:
         """The sources of tensors and attention heads with any value, in the order of :data:`LAYER_SOURCES`."""
         return [source for source in LAYER_SOURCES if source in self._packed or source in self._grouped]
 
-    def sheet(self, source: str) -> ValueMatrix:
-        """All metrics of a source, as ``RunReader.series`` returns them by key, and the numbers of elements."""
-        statistics = self._statistics(source)
-        return statistics.overlaid(self._scalars(source)) if source in self._grouped else statistics
-
     @cached_property
     def others(self) -> ValueMatrix:
-        """Whole-model values and logged values."""
-        return self._scalars(_OTHERS)
+        return self.sheet(_OTHERS)
 
     @cached_property
     def _grouped(self) -> dict[str, list[tuple[int, int, float]]]:
@@ -445,39 +427,40 @@ class Window:
                 grouped.setdefault(group[number], []).append((row, number, value))
         return grouped
 
-    def _scalars(self, group: str) -> ValueMatrix:
-        """The stored values of one group alone: the steps by the keys of all could be far more than these values."""
-        cells = self._grouped.get(group, [])
-        place = {number: column for column, number in enumerate(sorted({number for _, number, _ in cells}))}
-        values, there = empty_matrix(len(self.steps), len(place))
-        at = [row for row, _, _ in cells], [place[number] for _, number, _ in cells]
-        values[at] = torch.tensor([value for _, _, value in cells], dtype=torch.float64, device="cpu")
-        there[at] = True
-        return ValueMatrix(tuple(self._keys[number] for number in place), values, there)
+    def sheet(self, source: str) -> ValueMatrix:
+        """All metrics of a source, as ``RunReader.series`` returns them by key, and the numbers of elements.
 
-    def _statistics(self, source: str) -> ValueMatrix:
+        Only what it has is in the matrix: the steps by the keys of all could be far more than these values.
+        """
         groups: dict[TableLayout, list[tuple[int, bytes]]] = {}
         for step, (layout, data) in sorted(self._packed.get(source, {}).items()):
             groups.setdefault(layout, []).append((self._row[step], data))
         names = {name: at for at, name in enumerate(dict.fromkeys(name for layout in groups for name in layout.names))}
         measured = frozenset(column for layout in groups for column in layout.columns) | ALWAYS
-        metrics = [metric for metric, view in VIEWS.items() if view.columns <= measured] if groups else []
-        values, there = empty_matrix(len(self.steps), len(metrics) + bool(groups), len(names))
+        metrics = (*(metric for metric, view in VIEWS.items() if view.columns <= measured), COUNT) if groups else ()
+        statistics, cells = _keys(source, tuple(names), metrics), self._grouped.get(source, [])
+        stored = [self._keys[number] for number in sorted({number for _, number, _ in cells})]
+        place = {key: column for column, key in enumerate(dict.fromkeys((*statistics, *stored)))}
+        values, there = empty_matrix(len(self.steps), len(place))
         for layout, of_steps in groups.items():
+            shape = len(self.steps), len(metrics), len(names)
+            found, known = (each[:, : len(statistics)].view(shape) for each in (values, there))
             at = torch.tensor([row for row, _ in of_steps], device="cpu").unsqueeze(1)
             columns = torch.tensor([names[name] for name in layout.names], dtype=torch.int64, device="cpu")
             # column by column, since views read columns
             rows = layout.rows([data for _, data in of_steps]).reshape(-1, WIDTH).t().contiguous().t()
-            for number, metric in enumerate(metrics):
+            for number, metric in enumerate(metrics[:-1]):
                 view = VIEWS[metric]
                 if view.columns <= layout.columns | ALWAYS:
                     defined = view.defined(rows)
-                    found = torch.where(defined, view.compute(rows), torch.nan)
-                    values[at, number, columns] = found.reshape(len(of_steps), -1)
-                    there[at, number, columns] = defined.reshape(len(of_steps), -1)
-            values[at, -1, columns] = rows[:, Column.COUNT].reshape(len(of_steps), -1)
-            there[at, -1, columns] = True
-        return ValueMatrix(_keys(source, tuple(names), (*metrics, COUNT)), values.flatten(1), there.flatten(1))
+                    found[at, number, columns] = torch.where(defined, view.compute(rows), torch.nan).reshape(len(of_steps), -1)
+                    known[at, number, columns] = defined.reshape(len(of_steps), -1)
+            found[at, -1, columns] = rows[:, Column.COUNT].reshape(len(of_steps), -1)
+            known[at, -1, columns] = True
+        of_cells = [row for row, _, _ in cells], [place[self._keys[number]] for _, number, _ in cells]
+        values[of_cells] = torch.tensor([value for _, _, value in cells], dtype=torch.float64, device="cpu")
+        there[of_cells] = True
+        return ValueMatrix(tuple(place), values, there)
 
 
 @lru_cache(maxsize=256)

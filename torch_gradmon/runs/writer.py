@@ -355,7 +355,6 @@ class RunWriter:
         return parts
 
     def _layout_of(self, source: str, table: StatsTable) -> tuple[TableLayout, int]:
-        """The layout of a table, and where it is defined."""
         # tensors of other sources change their size
         counts = integers(table.rows.numpy()[:, Column.COUNT].tobytes()) if source in PARAMETER_SOURCES else ()
         layout = TableLayout(source, table.names, table.columns, counts, table.same_as)

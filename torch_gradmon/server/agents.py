@@ -52,10 +52,8 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
     def tool(*args: Any, **options: Any) -> Any:
         try:
             return function(*args, **options)
-        except KeyError as error:
-            raise ToolError(str(error.args[0])) from error
-        except (OSError, ValueError) as error:
-            raise ToolError(str(error)) from error
+        except (KeyError, OSError, ValueError) as error:
+            raise ToolError(str(error.args[0] if isinstance(error, KeyError) else error)) from error
 
     return tool
 

@@ -228,7 +228,6 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def handle_one_request(self) -> None:
-        """Read a request, in the time that it may take, and answer."""
         self._gradmon.deadlines[self.connection] = time.monotonic() + self.timeout
         super().handle_one_request()
 

@@ -20,7 +20,6 @@ from .wandb import WandbSink
 
 # --- adapters ---
 
-
 _METHODS = ("log", "log_metrics", "log_dict")
 #: By the names of their modules.
 _TRACKERS: dict[str, Callable[[], Any]] = {"wandb": WandbSink, "trackio": TrackioSink, "mlflow": MlflowSink}
@@ -123,7 +122,6 @@ def name_of(sink: Any) -> str:
 
 
 # --- the filter ---
-
 
 _NORM = "gradmon/grad_norm"
 #: Suffix of the key for the largest gradient norm since the last row.

@@ -20,7 +20,6 @@ from .delivery import require
 
 # --- Values as families of metrics with labels, as Prometheus and OpenTelemetry know them ---
 
-
 _WHOLE = {**KEY_DOCUMENTATION, **ON_REQUEST}
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]+")
 

@@ -18,7 +18,6 @@ from .delivery import require
 
 # --- Rebuild histograms from the values of a step, for trackers that can show them ---
 
-
 _CLASS = re.compile(rf"^(.*{HISTOGRAM_NAME})\.(-?\d+)(/.*)?$")  # in both styles of keys
 
 
@@ -47,7 +46,6 @@ def with_histograms_of(package: str, values: Mapping[str, float]) -> dict[str, A
 
 
 # --- TensorBoard: one summary with all scalars for each step ---
-
 
 #: How the names of files end that are written here.
 _OURS = f".{SUMMARY}"

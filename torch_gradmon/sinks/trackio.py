@@ -16,7 +16,6 @@ from .tensorboard import with_histograms_of
 
 # --- Comet, whose experiment has one step for all loggers ---
 
-
 #: Characters of a name that Comet keeps.
 LONGEST = 100
 
@@ -50,7 +49,6 @@ class CometSink:
 
 
 # --- MLflow, which takes at most a thousand metrics at once and few characters in their names ---
-
 
 #: Metrics in one call of ``log_metrics``, and characters in a name, by MLflow's own limits.
 AT_ONCE, MLFLOW_LONGEST = 1000, 250

@@ -22,7 +22,6 @@ from .tensorboard import with_histograms_of
 
 # --- Where a row fits into a W&B run that the script logs to as well ---
 
-
 #: The axis of everything that is logged here: the monitor's step.
 AXIS = f"{SUMMARY}/step"
 _ATTRIBUTE = "_gradmon_rows"
@@ -167,7 +166,6 @@ def counter_of(run: Any) -> int:
 
 
 # --- Weights & Biases: rows that fit between those of the script ---
-
 
 #: Values held back at most; beyond that the oldest rows are lost.
 MOST = 1_000_000

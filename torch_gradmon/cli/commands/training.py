@@ -33,13 +33,12 @@ def demo_command(options: argparse.Namespace) -> int:
 # --- the width sweep ---
 
 
+@wrong_request(ValueError)  # an impossible sweep is not a failed check
 def width_sweep_command(options: argparse.Namespace) -> int:
-    with wrong_request(ValueError):  # an impossible sweep is not a failed check
-        return _swept(options)
-
-
-def _swept(options: argparse.Namespace) -> int:
-    to = None if options.output is None else _picture(options.output)
+    to = None
+    if options.output is not None:
+        with requires_extra("--output", "plot", "matplotlib"):
+            to = output(options.output, [f".{kind}" for kind in result.kinds()])
     try:
         sweep = width_sweep(
             _load(options.factory),
@@ -72,12 +71,6 @@ def _swept(options: argparse.Namespace) -> int:
             raise ValueError(f"{to} cannot be written: {error}") from error
         print_written(to, to_stderr=options.json)
     return 0 if sweep.passed else 1
-
-
-def _picture(path: str) -> Path:
-    with requires_extra("--output", "plot", "matplotlib"):
-        endings = [f".{kind}" for kind in result.kinds()]
-    return output(path, endings)
 
 
 def _load(text: str) -> Any:

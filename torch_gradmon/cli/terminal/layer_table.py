@@ -8,7 +8,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +38,6 @@ def is_of_whole_model(key: Key) -> bool:
 
 @dataclass(frozen=True)
 class ValueSummary:
-    """A value over the steps."""
-
     name: str  # of the value, without ``gradmon/``
     is_logged: bool  # whether the script logged it
     count: int  # number of steps that have it
@@ -65,8 +62,6 @@ class ValueSummary:
 
 @dataclass
 class Overview:
-    """A summary of records, ascending by step."""
-
     steps: int = 0  # number of steps
     first: int | None = None  # first, last: the first and the last of them; None without any
     last: int | None = None
@@ -115,7 +110,6 @@ def rates_in(context: Mapping[str, Any]) -> list[float]:
 
 # --- rows of layers ---
 
-
 #: So many rows are never too many for the steps.
 _FEW = 160
 
@@ -147,10 +141,12 @@ def sort_rows(rows: Sequence[LayerRow], column: str) -> list[LayerRow]:
 
 
 class Groups(NamedTuple):
-    """The parameters of each row."""
-
     titles: tuple[str, ...]
     place: Mapping[str, int]  # number of each parameter's row
+
+    def merged(self, stack: StatsSeries) -> StatsSeries:
+        names = tuple(name for name in stack.names if name in self.place)
+        return stack.of(names).merged(self.titles, [self.place[name] for name in names])
 
 
 def groups(names: Sequence[str], depth: int | None = None, everything: bool = False) -> Groups:
@@ -181,11 +177,9 @@ def layer_rows(run: RunReader, grouped: Groups, since: int | None = None) -> lis
         return []
     if len(titles) > _FEW:
         _check_size(run, source, grouped, since)
-    merged = partial(_merged, grouped, {})
-    steps: list[int] = []
-    parts = []
+    steps, parts = list[int](), []
     for whole in run.stacks(source, since):
-        stack, total = merged(whole), whole.values("norm").square().nansum(1, keepdim=True)
+        stack, total = grouped.merged(whole), whole.values("norm").square().nansum(1, keepdim=True)
         is_known = (total > 0) & total.isfinite() & ~whole.values("nonfinite_count").any(1, keepdim=True)
         norm = _values(stack, "norm")
         share = torch.where(is_known, (norm.square() / total).nan_to_num(nan=0.0), torch.nan)
@@ -194,7 +188,7 @@ def layer_rows(run: RunReader, grouped: Groups, since: int | None = None) -> lis
     if not steps:
         return []
     norms, zeros, nonfinite, shares = torch.cat(parts).unbind(-1)  # [steps, groups]
-    clipped = [merged(stack) for stack in run.stacks(n.GRADIENT, since)] if source == n.GRADIENT_BEFORE_CLIP else []
+    clipped = [grouped.merged(stack) for stack in run.stacks(n.GRADIENT, since)] if source == n.GRADIENT_BEFORE_CLIP else []
     after = [_values(stack, "norm") for stack in clipped]
     if after and _same(steps, norms, [step for stack in clipped for step in stack.steps], torch.cat(after)):  # nothing is clipped
         after = []
@@ -203,18 +197,17 @@ def layer_rows(run: RunReader, grouped: Groups, since: int | None = None) -> lis
         for weights in run.stacks(n.PARAMETER, among=updates.steps):
             there = set(weights.names)
             both = tuple(name for name in updates.names if name in there)
-            before, moved = (_values(merged(each.of(both)), "norm") for each in (weights, updates.at(weights.steps)))
+            before, moved = (_values(grouped.merged(each.of(both)), "norm") for each in (weights, updates.at(weights.steps)))
             ratios.append(torch.where(before > 0, moved / before, torch.nan))
-    members, count = Counter(grouped.place.values()), len(titles)
-    bad, finite = (nonfinite > 0).int(), torch.where(norms.isfinite(), norms, -math.inf)
-    at = finite.argmax(0)
-    largest, spoiled = finite.gather(0, at.unsqueeze(0)).squeeze(0).tolist(), bad.sum(0).tolist()
+    members, count, bad = Counter(grouped.place.values()), len(titles), (nonfinite > 0).int()
+    largest, at = torch.where(norms.isfinite(), norms, -math.inf).max(0)
+    spoiled = bad.sum(0).tolist()
     columns = zip(
         titles,
         [members[row] for row in range(count)],
         _medians([norms], count),
-        [norm if norm > -math.inf else math.nan for norm in largest],
-        [steps[place] if norm > -math.inf else None for place, norm in zip(at.tolist(), largest, strict=True)],
+        torch.where(largest.isfinite(), largest, torch.nan).tolist(),
+        [steps[place] if is_known else None for place, is_known in zip(at.tolist(), largest.isfinite().tolist(), strict=True)],
         shares.nanmean(0).tolist(),
         _medians(after, count),
         _medians(ratios, count),
@@ -224,15 +217,6 @@ def layer_rows(run: RunReader, grouped: Groups, since: int | None = None) -> lis
         strict=True,
     )
     return [LayerRow(*each) for each in columns]
-
-
-def _merged(grouped: Groups, known: dict[tuple[str, ...], tuple[tuple[str, ...], list[int]]], stack: StatsSeries) -> StatsSeries:
-    """The sums of groups; ``known`` keeps names and their groups, since nearly all stacks have the same names."""
-    if stack.names not in known:
-        kept = tuple(name for name in stack.names if name in grouped.place)
-        known[stack.names] = kept, [grouped.place[name] for name in kept]
-    names, places = known[stack.names]
-    return stack.of(names).merged(grouped.titles, places)
 
 
 def _check_size(run: RunReader, source: str, grouped: Groups, since: int | None) -> None:
@@ -276,15 +260,12 @@ def _same(steps: Sequence[int], before: Tensor, others: Sequence[int], after: Te
 
 # --- the summary of a run ---
 
-
 #: Spikes and logged values that are shown.
 _SPIKES, _LOGGED = 8, 8
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The summary of a run."""
-
     name: str  # of the run, as given
     overview: Overview  # its steps, times and learning rates
     segments: Sequence[tuple[int, int]]  # the first and the last step of each part that was written without interruption

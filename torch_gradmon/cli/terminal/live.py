@@ -26,8 +26,6 @@ _PACE = 50
 
 @dataclass(frozen=True)
 class TopLayer:
-    """A parameter with a large share of the gradient."""
-
     name: str
     series: Series  # the norms of its gradient, before clipping if they are known
     usual: float | None  # its usual norm in the last step; None if too few steps are known

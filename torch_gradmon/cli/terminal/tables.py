@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -34,32 +33,24 @@ class QuietConsole(Console):
 
 # --- the summary, for any terminal width ---
 
-
 _LOUD, _TITLE, _DIM = "bold red", "bold cyan", "dim"
 #: The width of numbers, and the width that names keep, if they need it, before a column is left out.
 _NUMBER, _NAME = 7, 24
 
 
-@dataclass(frozen=True)
-class TableColumn:
-    heading: str
-    cell: Callable[[LayerRow], str]
-    meaning: str
-
-
-#: By the name for sorting.
-COLUMNS = {
-    "norm": TableColumn("norm", lambda row: number(_known(row.norm)), "median gradient norm before clipping"),
-    "largest": TableColumn("largest", lambda row: number(_known(row.largest)), "the largest one"),
-    "at": TableColumn("at step", lambda row: "-" if row.at is None else str(row.at), "and when"),
-    "share": TableColumn("share", lambda row: percent(_known(row.share)), "of the squared norm"),
-    "clipped": TableColumn("clipped", lambda row: number(_known(row.clipped)), "median norm after clipping"),
-    "update": TableColumn("update", lambda row: number(_known(row.update)), "median norm over that of the weights"),
-    "zeros": TableColumn("zeros", lambda row: percent(_known(row.zeros)), "median share of elements near zero"),
-    "nonfinite": TableColumn("NaN/Inf", lambda row: str(row.nonfinite) if row.nonfinite else "-", "steps that are not finite"),
+#: By the name for sorting: the heading of a column, how its values are written, and what they are.
+COLUMNS: dict[str, tuple[str, Callable[[Any], str], str]] = {
+    "norm": ("norm", number, "median gradient norm before clipping"),
+    "largest": ("largest", number, "the largest one"),
+    "at": ("at step", str, "and when"),
+    "share": ("share", percent, "of the squared norm"),
+    "clipped": ("clipped", number, "median norm after clipping"),
+    "update": ("update", number, "median norm over that of the weights"),
+    "zeros": ("zeros", percent, "median share of elements near zero"),
+    "nonfinite": ("NaN/Inf", lambda steps: str(steps or "-"), "steps that are not finite"),
 }
-#: Left out in this order if there is too little room.
-_LEAST = ("zeros", "clipped", "at", "update", "share")
+#: Left out in this order if there is too little room for names.
+_LEAST = ("zeros", "clipped", "at step", "update", "share")
 
 
 def show_summary(console: Console, summary: RunSummary) -> None:
@@ -134,8 +125,7 @@ def _values(lines: Sequence[ValueSummary], width: int) -> Table:
     if any(line.nonfinite for line in lines):
         columns["NaN/Inf"] = [str(line.nonfinite) if line.nonfinite else "-" for line in lines]
     names = [line.name for line in lines]
-    if _room(width, columns, names) < min(max(map(len, names)), _NAME):
-        del columns["first"]
+    _left_out(["first"], columns, names, width)
     return _table(names, columns, [line.nonfinite for line in lines], width)
 
 
@@ -148,26 +138,27 @@ def _layers(summary: RunSummary, width: int) -> Iterator[RenderableType]:
         else f"{count} parameters in {len(rows)} rows (--all: each; --depth N: other rows)"
     )
     yield _title(f"Layers: {by}")
-    shown, left_out = columns(rows, width)
-    cells = {COLUMNS[name].heading: [COLUMNS[name].cell(row) for row in rows] for name in shown}
-    yield _table([row.name for row in rows], cells, [row.nonfinite for row in rows], width)
-    yield Text("; ".join(f"{COLUMNS[name].heading}: {COLUMNS[name].meaning}" for name in shown), style=_DIM)
+    names, cells = [row.name for row in rows], {}
+    for name, (heading, *_) in COLUMNS.items():
+        texts = [_text(row, name) for row in rows]
+        if any(text != "-" for text in texts):
+            cells[heading] = texts
+    left_out = _left_out(_LEAST, cells, names, width)
+    yield _table(names, cells, [row.nonfinite for row in rows], width)
+    meanings = [f"{heading}: {meaning}" for heading, _, meaning in COLUMNS.values() if heading in cells]
+    yield Text("; ".join(meanings), style=_DIM)
     if left_out:
-        yield Text(f"no room for {', '.join(left_out)}", style=_DIM)
+        yield Text(f"no room for {', '.join(title.split()[0] for title in left_out)}", style=_DIM)
 
 
-def columns(rows: Sequence[LayerRow], width: int) -> tuple[list[str], list[str]]:
-    """The columns that are shown in this width, and those with values that are left out."""
-    shown = [name for name, column in COLUMNS.items() if any(column.cell(row) != "-" for row in rows)]
-    needed = min(max((len(row.name) for row in rows), default=0), _NAME)
-    left_out = []
-    for name in _LEAST:
-        if width - len(shown) * (_NUMBER + 1) >= needed:
-            break
-        if name in shown:
-            shown.remove(name)
-            left_out.append(name)
-    return shown, left_out
+def _left_out(least: Sequence[str], columns: dict[str, list[str]], names: Sequence[str], width: int) -> list[str]:
+    """Drop the ``least`` columns, in this order, until there is room for names; returns those that are dropped."""
+    left_out, needed = [], min(max(map(len, names)), _NAME)
+    for title in least:
+        if title in columns and width - sum(_widths(columns).values()) - len(columns) < needed:
+            left_out.append(title)
+            del columns[title]
+    return left_out
 
 
 def _spikes(summary: RunSummary, width: int) -> Iterator[RenderableType]:
@@ -210,6 +201,11 @@ def _widths(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
 def _room(width: int, columns: Mapping[str, Sequence[str]], names: Sequence[str]) -> int:
     """The width of names beside these columns."""
     return max(min(width - sum(_widths(columns).values()) - len(columns), max(map(len, names))), 8)
+
+
+def _text(row: LayerRow, column: str) -> str:
+    value = getattr(row, column)
+    return "-" if value is None or math.isnan(value) else COLUMNS[column][1](value)
 
 
 def _known(value: float) -> float | None:
