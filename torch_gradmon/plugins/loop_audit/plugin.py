@@ -267,10 +267,6 @@ class LoopAudit(Check):
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
-    def on_detach(self) -> None:
-        super().on_detach()
-        self._end()
-
     def _end(self) -> None:
         self._handles.remove()
         self._optimizers: dict[int, ProbedOptimizer] = {}
