@@ -154,8 +154,9 @@ def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_26_kilobytes_for_20
     assert len(sent) == 1
     kept = monitor._runtime.built_in.recorder._kept
     assert len(kept) == 8
-    for _, buffer, _ in kept:
-        storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in _tensors_in(vars(buffer))}
+    for recorded, _ in kept:
+        blocks = [block.untyped_storage() for block in _tensors_in(vars(recorded.buffer))]
+        storages = {block.data_ptr(): block.nbytes() for block in blocks}
         assert sum(storages.values()) == 2 * 200 * 8 * 8  # rows of 8 columns in float64, before and after clipping
     assert len(sent) == 1
 

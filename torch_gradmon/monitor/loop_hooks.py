@@ -71,7 +71,7 @@ class IdleStretch:
         self._followed = self._most = 0
         self._due = self._spent = 0.0
         self.depth: dict[int, int] = {}
-        self._captures, self._watchers = capture_check(), self._plugins.at_boundaries
+        self._captures, self._watchers = capture_check(), self._plugins.watchers
 
     def begin(self, steps: int) -> None:
         self.left, self._thread, self._due = steps, get_ident(), perf_counter() + LONGEST

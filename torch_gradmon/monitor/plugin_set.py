@@ -60,10 +60,12 @@ class PluginSet:
             hook: [(p, getattr(p, hook)) for p in self._plugins if getattr(type(p), hook) is not getattr(Plugin, hook)]
             for hook in _HOOKS
         }
-        self.at_boundaries = self._with(_BOUNDARIES)
+        self._at_boundaries = self._with(_BOUNDARIES)
         self._in_all_steps = self._with(_IN_ALL_STEPS)
+        # those that may begin to watch while steps are only counted: of the built-in ones, the one that other processes ask
+        self.watchers = [plugin for plugin in self._at_boundaries if plugin is built_in.detail or plugin in self.own]
         # a property may say something else in each step
-        self._may_rest = all(isinstance(type(plugin).watches_idle_steps, bool) for plugin in self.at_boundaries)
+        self._may_rest = all(isinstance(type(plugin).watches_idle_steps, bool) for plugin in self._at_boundaries)
 
     def _with(self, names: Sequence[str]) -> list[Plugin]:
         """Those that override any of these."""
@@ -85,7 +87,7 @@ class PluginSet:
     @property
     def watch_idle_steps(self) -> bool:
         """Whether any plugin watches idle steps at this moment. Cheaper than a call that finds none."""
-        for plugin in self.at_boundaries:  # noqa: SIM110 (asked in every idle step: no generator)
+        for plugin in self._at_boundaries:  # noqa: SIM110 (asked in every idle step: no generator)
             if plugin.watches_idle_steps:
                 return True
         return False

@@ -1047,9 +1047,11 @@ class Runtime:
             try:
                 self.leave()
             finally:
-                self._unfollow()
-                self.lifecycle.planning.exchange.end()
-                self.close()
+                try:
+                    self._unfollow()
+                finally:  # where warnings are errors
+                    self.lifecycle.planning.exchange.end()
+                    self.close()
 
     def close(self) -> None:
         """Close everything that is open; what comes later opens it again."""
@@ -1061,7 +1063,9 @@ def at_exit(runtime: Callable[[], Runtime | None], *_keep_alive: object) -> None
     if (alive := runtime()) is None:
         return
     try:
-        alive.leave()
-    finally:  # also where a spike in the last step is raised
-        alive.lifecycle.plugins.call("on_detach")
+        try:
+            alive.leave()
+        finally:  # also where a spike in the last step is raised
+            alive.lifecycle.plugins.call("on_detach")
+    finally:
         alive.close()

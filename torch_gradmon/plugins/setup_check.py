@@ -503,10 +503,8 @@ class SetupCheck(Check):
         if places := [*self._hidden.with_gradients(owned), *self._hidden.results(module)]:
             self.tallies.seen("unregistered-parameters", where=tuple(places), evidence={"tensors": float(len(places))})
 
-    def on_detach(self) -> None:
-        """Hold nothing of the model, and what was found about optimizers that step no more stays."""
-        super().on_detach()
-        self._look_at_shared()
+    def _end(self) -> None:
+        self._look_at_shared()  # what was found about optimizers that step no more stays
         self._leave()
         self._hidden = self._module = None
 

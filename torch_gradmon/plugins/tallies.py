@@ -163,3 +163,7 @@ class Check(Plugin):
 
     def on_detach(self) -> None:
         self.tallies.write_facts()
+        self._end()
+
+    def _end(self) -> None:
+        """Hold nothing of the model."""

@@ -544,10 +544,6 @@ class DataCheck(Check):
                 self._handles.of_module(called.register_forward_hook(ModuleHook(self._returned)))
                 _networks.add(part)
 
-    def on_detach(self) -> None:
-        super().on_detach()
-        self._end()
-
     def _end(self) -> None:
         self._remove_hooks()
         self._new_layers.end()

@@ -267,10 +267,6 @@ class LoopAudit(Check):
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
-    def on_detach(self) -> None:
-        super().on_detach()
-        self._end()
-
     def _end(self) -> None:
         self._handles.remove()
         self._optimizers: dict[int, ProbedOptimizer] = {}
@@ -312,9 +308,9 @@ class LoopAudit(Check):
         self._handles.remove()
         for key, probed in self._optimizers.items():
             if probed.probe is not None and not probed.probe.is_offloaded and not self._rest.is_on:
-                self._handles.on_accumulate(probed.probe.place, Hook(self._accumulated_hook, key, probed.probe))
+                self._handles.on_accumulate(probed.probe.place, Hook(self._probe_hook, "_accumulated", key, probed.probe))
                 if probed.writes.needs_values:
-                    self._handles.on_gradient(probed.probe.place, Hook(self._incoming_hook, key, probed.probe))
+                    self._handles.on_gradient(probed.probe.place, Hook(self._probe_hook, "_incoming", key, probed.probe))
 
     def _replace(self, probed: ProbedOptimizer) -> None:
         probed.choose_probe(self._planner.now(), with_gradient=True)
@@ -349,10 +345,10 @@ class LoopAudit(Check):
         elif not self._is_current:
             self._register()
 
-    def _accumulated_hook(self, key: int, probe: Probe, parameter: Tensor) -> None:
+    def _probe_hook(self, method: str, key: int, probe: Probe, tensor: Tensor | None) -> None:
         probed = self._optimizers.get(key)  # another probe may have taken its place, whose hook is yet to come
         if probed is not None and probe is probed.probe:
-            self.context.call(self._accumulated, probed, probe, parameter)
+            self.context.call(getattr(self, method), probed, probe, tensor)
 
     def _accumulated(self, probed: ProbedOptimizer, probe: Probe, parameter: Tensor) -> None:
         interval, writes = probe.interval, probed.writes
@@ -404,11 +400,6 @@ class LoopAudit(Check):
                 probed.silent += 1
                 if probed.silent >= PATIENCE:
                     self._replace(probed)
-
-    def _incoming_hook(self, key: int, probe: Probe, gradient: Tensor | None) -> None:
-        probed = self._optimizers.get(key)
-        if probed is not None and probe is probed.probe:
-            self.context.call(self._incoming, probed, probe, gradient)
 
     def _incoming(self, probed: ProbedOptimizer, probe: Probe, gradient: Tensor | None) -> None:
         if (parameter := probe.place()) is not None:
