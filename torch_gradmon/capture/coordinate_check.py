@@ -266,7 +266,8 @@ class CoordinateCheck:
         """Measure the inputs of a call and of the reference, by path: |x_t| and |x_t - x_0|."""
         if isinstance(module, nn.Embedding):
             sources = (n.RCC_PROPAGATED, n.RCC_INPUT, n.RCC_INPUT_DIFFERENCE)
-            return self._set_absent(name, "an embedding takes indices, which have no difference", sources)
+            self._set_absent(name, "an embedding takes indices, which have no difference", sources)
+            return
         for path, x in now.items():
             self._put(n.RCC_INPUT, name, path, x)
             self._put(n.RCC_INPUT_DIFFERENCE, name, path, x, start.get(path))
@@ -275,7 +276,6 @@ class CoordinateCheck:
             normalised = [_normalised(each.get(""), module) for each in (now, start)]
             self._put(n.RCC_UPDATE, name, ".weight/x_t", normalised[0])
             self._put(n.RCC_PROPAGATED, name, ".weight/x_t-x_0", *normalised)
-        return None
 
     def _measure_outputs(self, frame: _Frame, module: nn.Module, now: Mapping[str, Tensor]) -> None:
         """Measure the outputs of a call, by path: ``now`` f(x_t; W_t), beside the frame's f(x_t; W_0) and f(x_0; W_0)."""

@@ -401,11 +401,8 @@ class HostRows:
         self._rows, self._small, self._used = [], [], 0
         if not measured:
             return
-        waited: Iterator[list[float]] = iter(())
-        together = frozenset[Column]()
-        if small:
-            together = together.union(*{of for of, _ in small})
-            waited = iter(self._statistics.measure([tensor for _, tensor in small], together).tolist())
+        together = frozenset[Column]().union(*{of for of, _ in small})
+        waited = iter(self._statistics.measure([tensor for _, tensor in small], together).tolist())
         single = [call.row for call in measured if not isinstance(call.row, Tensor)]
         rows = [next(waited) if row is None else row for row in single]
         table = iter(torch.tensor(rows, dtype=torch.float64, device="cpu"))
