@@ -150,7 +150,6 @@ HOST_READS = {
     ("capture.module_source", "_needs_reference", "bool"): "whether a reference is set",
     ("capture.module_source", "_accumulates", "bool"): "of a list",
     ("capture.module_source", "has_removable_hooks", "bool"): "of a dict",
-    ("capture.module_values", "others", "bool"): "of tuples",
     ("capture.module_values", "wants", "bool"): "of a tuple",
     ("capture.module_values", "_called", "tolist"): "of a table, which is on the host",
     ("capture.module_values", "flush", "tolist"): "of batched small tensors, on CPU only",

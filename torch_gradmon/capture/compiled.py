@@ -36,6 +36,7 @@ RECOMPUTED = "inside a checkpoint in torch.compile they need torch 2.9 or newer,
 #: Backends that take writes out of a graph. Others run it as it was traced: a checkpoint recomputes with the graph's inputs, and torch
 #: 2.13 raises in the backward pass if one of them was written to.
 _FUNCTIONAL = ("inductor", "aot_", "cudagraphs")
+_Places = Container[tuple[str, str]]  # each a kind of hook and the name of a module
 _SUMS = (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE)
 
 
@@ -181,7 +182,7 @@ class CompiledHooks:
         self.traced: list[TracedStatistics] = []  # the hooks that are part of a graph
         self.slots: dict[torch.device, list[_Slot]] = {}  # what graphs write to, by device
         self._columns: frozenset[Column] = frozenset()
-        self._inside: Container[tuple[str, str]] = ()
+        self._inside: _Places = ()
         self._taken: Container[str] = ()
         # for values that are missing, by source and path; None until they are asked for
         self.reasons: dict[tuple[str, str], str] | None = None
@@ -199,13 +200,7 @@ class CompiledHooks:
         kept = {device: [slot for slot in slots if slot.tap is not tap] for device, slots in self.slots.items()}
         self.slots = {device: slots for device, slots in kept.items() if slots}
 
-    def request(
-        self,
-        metrics: Sequence[Metric],
-        measured: Container[tuple[str, str]],
-        inside: Container[tuple[str, str]],
-        taken: Container[str],
-    ) -> None:
+    def request(self, metrics: Sequence[Metric], measured: _Places, inside: _Places, taken: Container[str]) -> None:
         """Graphs compute what the views in ``metrics`` need, of outputs of ``measured`` modules. What a graph computes once it is traced
         stays, since a change would cause a recompilation. ``inside``: hooks in compiled parts of the model; ``taken``: names that no path
         may have.

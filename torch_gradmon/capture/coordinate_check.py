@@ -76,7 +76,7 @@ class _Frame:
         # run: of the reference or of the module's counterpart on the inputs of this call; None if none was needed
         self.name, self.run, self.start = name, run, start
         self.calls: Counter[str] = Counter()  # number of calls of each module in it so far
-        self.moved: Mapping[str, Tensor] = {}  # the counterpart's outputs, by path
+        self.moved: Mapping[str, Tensor] = {}  # f(x_t; W_0), the counterpart's outputs, by path
 
 
 class CoordinateCheck:
@@ -236,35 +236,24 @@ class CoordinateCheck:
             self._set_absent(name, "the reference module has no such module, or called it less often")
         else:
             try:  # before metric functions, which may draw random numbers
-                frame.moved = self._moved(frame, around, part, module, args, kwargs)
+                # from an enclosing run with the same inputs, innermost first, or from a run of its own
+                known = (outer.run.outputs_for(name, number, args, kwargs) for outer, number in reversed(around) if outer.run)
+                moved = next((outputs for outputs in known if outputs is not None), None)
+                if moved is None:
+                    frame.run = ReplayedForward()
+                    assert self._root is not None
+                    with self._passes.pause(), self._noting(frame.run):  # model and reference may share modules
+                        moved = self._reference.run_part(part, module, self._root, args, kwargs, frame.run.note)
+                frame.moved = moved
             finally:
                 self._measure_inputs(name, module, dict(first_of(args, kwargs)), outcome.first)
-
-    def _moved(
-        self,
-        frame: _Frame,
-        around: list[tuple[_Frame, int]],
-        part: nn.Module,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Mapping[str, Tensor]:
-        """f(x_t; W_0): from an enclosing run with the same inputs, innermost first, or from a run of its own."""
-        for outer, number in reversed(around):
-            known = None if outer.run is None else outer.run.outputs_for(frame.name, number, args, kwargs)
-            if known is not None:
-                return known
-        run = frame.run = ReplayedForward()
-        assert self._root is not None
-        with self._passes.pause(), self._noting(run):  # model and reference may share modules
-            return self._reference.run_part(part, module, self._root, args, kwargs, run.note)
 
     def _returned(self, name: str, module: nn.Module, output: Any) -> None:
         while len(self._frames) > 1:  # inner calls that did not return have raised
             frame = self._frames.pop()
             if frame.name == name:
                 if frame.moved and not self._passes.paused:
-                    self._measure_outputs(name, module, dict(tensors_of(output, "")), frame.moved, frame.start)
+                    self._measure_outputs(frame, module, dict(tensors_of(output, "")))
                 return
 
     # --- the terms of a call ---------------------------------------------------------------------------------------------------
@@ -277,7 +266,8 @@ class CoordinateCheck:
         """Measure the inputs of a call and of the reference, by path: |x_t| and |x_t - x_0|."""
         if isinstance(module, nn.Embedding):
             sources = (n.RCC_PROPAGATED, n.RCC_INPUT, n.RCC_INPUT_DIFFERENCE)
-            return self._set_absent(name, "an embedding takes indices, which have no difference", sources)
+            self._set_absent(name, "an embedding takes indices, which have no difference", sources)
+            return
         for path, x in now.items():
             self._put(n.RCC_INPUT, name, path, x)
             self._put(n.RCC_INPUT_DIFFERENCE, name, path, x, start.get(path))
@@ -286,17 +276,10 @@ class CoordinateCheck:
             normalised = [_normalised(each.get(""), module) for each in (now, start)]
             self._put(n.RCC_UPDATE, name, ".weight/x_t", normalised[0])
             self._put(n.RCC_PROPAGATED, name, ".weight/x_t-x_0", *normalised)
-        return None
 
-    def _measure_outputs(
-        self,
-        name: str,
-        module: nn.Module,
-        now: Mapping[str, Tensor],
-        moved: Mapping[str, Tensor],
-        start: Mapping[str, Tensor],
-    ) -> None:
-        """Measure the outputs of a call, by path: ``now`` f(x_t; W_t), ``moved`` f(x_t; W_0) and ``start`` f(x_0; W_0)."""
+    def _measure_outputs(self, frame: _Frame, module: nn.Module, now: Mapping[str, Tensor]) -> None:
+        """Measure the outputs of a call, by path: ``now`` f(x_t; W_t), beside the frame's f(x_t; W_0) and f(x_0; W_0)."""
+        name, moved, start = frame.name, frame.moved, frame.start
         for path, output in now.items():
             self._put(n.RCC_UPDATE, name, path, output, moved.get(path))
             if not isinstance(module, nn.Embedding):

@@ -8,8 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -260,21 +259,29 @@ ACTIVATION_BUILT_INS = {
 }
 
 
-@dataclass(frozen=True)
 class RequestedMetrics:
-    """The metrics requested of one module and source."""
+    """The metrics requested of one module and source. ``split``: each call of a forward has keys of its own. ``columns``: what the views of
+    the source need, of any module, since a record has one set of columns for each source.
+    """
 
-    # the statistics that the views of the source need, of any module: a record has one set of columns for each source
-    columns: frozenset[Column]
-    views: tuple[Metric, ...]  # built-ins that are views of them
-    functions: tuple[Metric, ...]  # metrics with a function
-    dead: bool  # the share of dead units is requested
-    split: bool  # each call of a forward has keys of its own
-    reasons: Mapping[str, str]  # why a metric does not apply to this module, by name
-
-    @cached_property
-    def others(self) -> bool:
-        return bool(self.functions or self.dead or self.reasons)
+    def __init__(self, metrics: Iterable[Metric], module: nn.Module | None, split: bool, columns: frozenset[Column]) -> None:
+        self.split, self.dead = split, False  # dead: the share of dead units is requested
+        self.views: list[Metric] = []  # built-ins that are views of the statistics
+        self.functions: list[Metric] = []
+        self.reasons: dict[str, str] = {}  # why a metric does not apply to this module, by name
+        for metric in metrics:
+            function: Any = metric.function
+            bound = function.bind(module) if isinstance(function, ForModule) and function is not DEAD else function
+            if function is None:
+                self.views.append(metric)
+            elif function is DEAD:
+                self.dead = True
+            elif isinstance(bound, str):
+                self.reasons[metric.name] = bound
+            else:
+                self.functions.append(metric if bound is function else replace(metric, function=bound))
+        self.columns = columns if self.views else frozenset[Column]()
+        self.others = self.dead or len(self.functions) + len(self.reasons) > 0
 
 
 _Place = tuple[str, str]
@@ -322,28 +329,6 @@ def _called(source: str, table: StatsTable, traced: Container[tuple[str, str]]) 
     counts = table.rows[:, Column.COUNT].tolist()
     kept = [p for p, name in enumerate(table.names) if counts[p] or (source, name) not in traced]
     return replace(table, names=tuple(table.names[p] for p in kept), rows=table.rows[kept])
-
-
-def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool, columns: frozenset[Column]) -> RequestedMetrics:
-    views: list[Metric] = []
-    functions: list[Metric] = []
-    reasons: dict[str, str] = {}
-    dead = False
-    for metric in metrics:
-        function: Any = metric.function
-        if function is None:
-            views.append(metric)
-        elif function is DEAD:
-            dead = True
-        elif isinstance(function, ForModule):
-            bound = function.bind(module)
-            if isinstance(bound, str):
-                reasons[metric.name] = bound
-            else:
-                functions.append(replace(metric, function=bound))
-        else:
-            functions.append(metric)
-    return RequestedMetrics(columns if views else frozenset(), tuple(views), tuple(functions), dead, split, reasons)
 
 
 # --- Rows of small and of large CPU tensors, which are kept as numbers and stored all at once ---
@@ -416,11 +401,8 @@ class HostRows:
         self._rows, self._small, self._used = [], [], 0
         if not measured:
             return
-        waited: Iterator[list[float]] = iter(())
-        together = frozenset[Column]()
-        if small:
-            together = together.union(*{of for of, _ in small})
-            waited = iter(self._statistics.measure([tensor for _, tensor in small], together).tolist())
+        together = frozenset[Column]().union(*{of for of, _ in small})
+        waited = iter(self._statistics.measure([tensor for _, tensor in small], together).tolist())
         single = [call.row for call in measured if not isinstance(call.row, Tensor)]
         rows = [next(waited) if row is None else row for row in single]
         table = iter(torch.tensor(rows, dtype=torch.float64, device="cpu"))
@@ -576,7 +558,7 @@ class ModuleValues:
             module = None if reference is None else reference()
             halves = [(split, [m for m in metrics if m.split_calls == split]) for split in (False, True)]
             columns = self._columns.get(source, frozenset())
-            found = tuple(_asked(some, module, split, columns) for split, some in halves if some)
+            found = tuple(RequestedMetrics(some, module, split, columns) for split, some in halves if some)
             self._asked[source, name] = found
         return found
 
@@ -739,7 +721,7 @@ class ModuleValues:
             self._units[item.path].see(item.tensor, self._measurer.built_in.eps)
         functions = item.asked.functions
         if item.tensor.numel() == 0 and (own := [metric for metric in functions if metric.built_in]):
-            functions = tuple(metric for metric in functions if not metric.built_in)
+            functions = [metric for metric in functions if not metric.built_in]
             for left_out in own:
                 self._buffer.absent.setdefault((source, f"{item.path}/{left_out.name}"), "it has no elements")
         if functions:

@@ -10,7 +10,6 @@ import ctypes
 import tempfile
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -63,7 +62,7 @@ class CppStatistics(EagerStatistics):
 
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
         # the kernel fills all columns, so all decide on the precise pass: a row does not depend on the request
-        request = replace(request, columns=ALL_COLUMNS)
+        request = Request(ALL_COLUMNS, request.eps, request.inverse_scale)
         # some are copies that must outlive the call
         pairs = {place: batch.flat(place) for place, tensor in enumerate(batch.values) if tensor.dtype in _KINDS}
         taken = {place: (a, b) for place, (a, b) in pairs.items() if _are_readable([a], None if b is None else [b])}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from . import cpp
 from .eager import EagerStatistics
 from .request import DEFAULT_EPS, Request
 
+_known = lru_cache(maxsize=64)(Request)  # the same columns are asked for in each step
 _KERNELS = {"auto": None, "build": True, "torch": False}
 
 
@@ -94,7 +96,8 @@ class Statistics:
         """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`EagerStatistics.rows`."""
         if not tensors:
             return identity(0)
-        return self._by_backend("rows", tensors, Request(columns, self.eps, inverse_scale), minus)
+        request = _known(columns, self.eps) if inverse_scale is None else Request(columns, self.eps, inverse_scale)
+        return self._by_backend("rows", tensors, request, minus)
 
     def _by_backend(self, method: str, tensors: Sequence[Tensor], *given: Any) -> Tensor:
         device = tensors[0].device

@@ -220,19 +220,17 @@ def rows_of(gradients: Sequence[Tensor], norm_type: float, statistics: Statistic
     """Rows with the ``NORM_COLUMNS`` of this order, on the first gradient's device; ValueError if one cannot be measured. Does not
     synchronise.
     """
-    by_device: dict[torch.device, list[int]] = {}
-    for place, gradient in enumerate(gradients):
-        by_device.setdefault(gradient.device, []).append(place)
+    devices = list(dict.fromkeys(gradient.device for gradient in gradients))
     try:
-        found = [statistics.measure([gradients[i] for i in some], NORM_COLUMNS[norm_type]) for some in by_device.values()]
+        found = [statistics.measure([g for g in gradients if g.device == device], NORM_COLUMNS[norm_type]) for device in devices]
     except NotMeasurable as error:
         raise ValueError(
             f"the exact norm of these gradients cannot be measured, because one is {error}; use a number for max_norm and exact=False"
         ) from error
     if len(found) <= 1:
         return found[0] if found else identity(0)
-    order = {place: row for row, place in enumerate(place for some in by_device.values() for place in some)}
-    return torch.cat([rows.to(gradients[0].device) for rows in found])[[order[place] for place in range(len(gradients))]]
+    rows = {device: iter(some.to(devices[0])) for device, some in zip(devices, found, strict=True)}
+    return torch.stack([next(rows[gradient.device]) for gradient in gradients])
 
 
 def norm_of_rows(rows: Tensor, norm_type: float, wide: bool) -> Tensor:

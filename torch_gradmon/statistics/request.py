@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from operator import attrgetter, eq
 
 import torch
@@ -204,40 +204,26 @@ def threshold(eps: float, dtype: torch.dtype) -> float:
 DEFAULT_EPS = 1e-8
 
 
-@dataclass(frozen=True)
 class Request:
-    # needed columns; the others hold their identity, or values that cost nothing extra. COUNT and NONFINITE are always
-    # exact.
-    columns: frozenset[Column] = ALL_COLUMNS
-    eps: float = DEFAULT_EPS  # an element counts as near zero when ``|x| <= eps``
-    # 0-d tensor that multiplies every element first, in float32 as ``GradScaler.unscale_`` does, or None
-    inverse_scale: Tensor | None = None
+    """``columns``: needed ones; the others hold their identity, or values that cost nothing extra. COUNT and NONFINITE are always exact.
+    An element counts as near zero when ``|x| <= eps``. ``inverse_scale``: a 0-d tensor that multiplies every element first, in float32 as
+    ``GradScaler.unscale_`` does, or None.
+    """
 
-    @cached_property
-    def squares(self) -> bool:
-        return Column.SQUARE_SUM in self.columns
-
-    @cached_property
-    def magnitudes(self) -> bool:
-        return not self.columns.isdisjoint((Column.ABS_SUM, Column.NEAR_ZERO))
-
-    @cached_property
-    def near_zero(self) -> bool:
-        return Column.NEAR_ZERO in self.columns
+    def __init__(
+        self, columns: frozenset[Column] = ALL_COLUMNS, eps: float = DEFAULT_EPS, inverse_scale: Tensor | None = None
+    ) -> None:
+        self.columns, self.eps, self.inverse_scale = columns, eps, inverse_scale
+        self.squares, self.near_zero = Column.SQUARE_SUM in columns, Column.NEAR_ZERO in columns
+        self.magnitudes = self.near_zero or Column.ABS_SUM in columns
+        self.extremes = Column.MIN in columns or Column.MAX in columns
+        # also if nothing else would show a non-finite element
+        self.sums = Column.SUM in columns or not (self.squares or self.magnitudes or self.extremes)
 
     def zeros_by_squares(self, dtype: torch.dtype) -> bool:
         """Whether squares can count small magnitudes, so that no magnitudes are needed."""
         by_squares = self.near_zero and self.squares and Column.ABS_SUM not in self.columns
         return by_squares and dtype == torch.float32 and SMALLEST_SQUARED <= self.eps <= LARGEST_SQUARED
-
-    @cached_property
-    def extremes(self) -> bool:
-        return not self.columns.isdisjoint((Column.MIN, Column.MAX))
-
-    @cached_property
-    def sums(self) -> bool:
-        """Whether to sum elements; also if nothing else would show a non-finite one."""
-        return Column.SUM in self.columns or not (self.squares or self.magnitudes or self.extremes)
 
     def unscaled(self, values: Tensor) -> Tensor:
         """``values`` times the inverse scale: in float32 as ``GradScaler.unscale_`` does, float64 for wider input."""
