@@ -63,7 +63,7 @@ class World:
             session = monitor._runtime
             found += [
                 monitor._runtime.planner.registry.metrics,
-                list(session.pipeline.detection.detector_set.detectors),
+                list(session.pipeline.detectors.detectors),
                 list(session.pipeline.publisher.sinks),
                 session.factory.summary.choice.keys,
             ]

@@ -35,7 +35,7 @@ from ..step.summary import LayerSelection
 from .machine import StepState
 from .options import Distributed, MonitorOptions
 from .plugin_set import BuiltInPlugins, PluginSet
-from .records import Publisher, RecordFactory, RecordHistory, RecordPipeline, RunDirectory, SpikeDetection
+from .records import Publisher, RecordFactory, RecordHistory, RecordPipeline, RunDirectory
 from .runtime import Runtime, at_exit
 from .steps import Cadence, Captures, StepLifecycle, StepPlanning
 from .values import LateValues, ValueLog
@@ -128,16 +128,16 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     directory = RunDirectory(run_dir, meta, complaints, is_muted, tells=options.on_spike is not None)
     fence = Fence(complaints, inert)
     factory = RecordFactory(planner.registry, LayerSelection(options.layers), directory)
-    detection = SpikeDetection(factory.summary, complaints)
+    detectors = DetectorSet(factory.summary, complaints)
     statistics = Statistics(complaints, float(options.zero_threshold), False if inert else kernel_choice())
     captures = Captures(Measurer(statistics, complaints, ranks), fence, options.sampled_updates)
-    exchange = ExchangePolicy(ranks, complaints, planner, factory.summary, detection.detector_set, options.interval)
-    history = RecordHistory(options.history, detection.detector_set.history)
-    built_in = _plugins(options, planner, factory, detection.detector_set, directory, exchange, fence, history)
+    exchange = ExchangePolicy(ranks, complaints, planner, factory.summary, detectors, options.interval)
+    history = RecordHistory(options.history, detectors.history)
+    built_in = _plugins(options, planner, factory, detectors, directory, exchange, fence, history)
     plugins = PluginSet(built_in, options.plugins, complaints)
     publisher = Publisher(KeyFormatter(options.key_order, options.prefix), complaints, is_muted)
     pipeline = RecordPipeline(
-        factory, detection, history, directory, publisher, plugins, _on_spike(options), exchange, fence, is_muted
+        factory, detectors, history, directory, publisher, plugins, _on_spike(options), exchange, fence, is_muted
     )
     state = StepState()
     values = ValueLog(state, fence, LateValues(state, pipeline, built_in.recorder), exchange, captures.modules.passes)

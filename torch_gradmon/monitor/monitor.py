@@ -902,7 +902,7 @@ class ModuleMonitor:
 
         if step is not None:
             check.step_number("step", step)
-        elif not self._runtime.pipeline.detection.detector_set.detectors:
+        elif not self._runtime.pipeline.detectors.detectors:
             raise ValueError("nothing looks for spikes: give preset= or call add_detector(SpikeDetector()), or name a step")
         self._runtime.settle_now()
         self._runtime.backfill()
@@ -1035,10 +1035,10 @@ class ModuleMonitor:
         """
         if not isinstance(detector, SpikeDetector):
             raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
-        detection = self._runtime.pipeline.detection
-        detection.add(detector)
+        detectors = self._runtime.pipeline.detectors
+        detectors.add(detector)
         self._runtime.planner.changed()
-        return Handle(partial(detection.remove, detector))
+        return Handle(partial(detectors.remove, detector))
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 

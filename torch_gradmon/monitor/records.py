@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import GradmonWarning, SpikeError, WarningLog
 from ..core.fence import Fence
 from ..core.formatting import listed, placed, printable
-from ..core.keys import SUMMARY, Key
+from ..core.keys import Key
 from ..core.records import KeyFormatter, SpikeEvent, StepRecord, StepValues, loss_among
 from ..core.torch_modes import HomeProcess, fresh_grad_mode, outside_dispatch_modes, process_facts
 from ..core.validation import subsample_steps
 from ..plugins.spike_policy.policy import Policy, policy_of
-from ..spikes.detector import SpikeDetector
 from ..spikes.detector_set import DetectorSet
 from ..spikes.signals import SuspectHistory, by_size
 from ..step.buffer import StepBuffer
@@ -563,83 +562,6 @@ class RecordSample:
         return [self._records[step] for step in sorted(self._records)]
 
 
-# --- The detectors of a run at work on its records ---
-
-
-Absent = MutableMapping[tuple[str, str], str]
-
-_NO_SIGNAL = "no step so far has it; log it with log_scalar(), or add the metric that it is a key of"
-
-
-class SpikeDetection:
-    """Evaluates detectors on each record, when it enters and again when values come late."""
-
-    def __init__(self, summary: Summary, complaints: WarningLog) -> None:
-        self.detector_set = DetectorSet()
-        self._summary, self._complaints = summary, complaints
-        self._of_preset: set[str] = set()
-
-    def detect(self, record: StepRecord, signals: Mapping[str, float], absent: Absent) -> tuple[StepRecord, list[SpikeEvent]]:
-        """Evaluate the signals of a record that had no value before; ``absent`` gets reasons for missing scores.
-
-        Returns:
-            The record with scores and events, and these events.
-        """
-        try:
-            return self.detector_set.detect(record, signals, absent)
-        except Exception as error:  # the record must not be lost for it
-            self._complaints.add("internal:judge", f"step {record.step} could not be judged", error)
-            return record, []
-
-    def finish(self, absent: Absent) -> None:
-        """The record is complete: warn about signals that never had a value."""
-        for signal in self.detector_set.signals_without_values():
-            why = absent.get((SUMMARY, signal.removeprefix(f"{SUMMARY}/")), _NO_SIGNAL)
-            self._complaints.add(f"signal:{signal}", f"the spike detector of {signal} has nothing to judge: {why}")
-
-    def learn(self, record: StepRecord, signals: Mapping[str, float], absent: Absent) -> list[str]:
-        """Evaluate a step that is not monitored, with values for the detectors only. Returns what there is to report."""
-        self.detector_set.begin(record, {})
-        self.detect(record, signals, absent)
-        return self.detector_set.follow_up.reports(record, signals)
-
-    def count_unmonitored(self, is_refused: bool) -> bool:
-        """Count a step that is not monitored. Returns whether a series of refused ones calls for more detail."""
-        if not (is_refused or self.detector_set.follow_up.rejected):
-            return False
-        self.detector_set.follow_up.step_ended(applied=not is_refused)
-        return self.detector_set.needs_detail()
-
-    def add(self, detector: SpikeDetector, of_preset: bool = False) -> None:
-        """Use ``detector``. One that the user brings replaces a preset's, and is not replaced by one.
-
-        Raises:
-            ValueError: the user has brought one for this signal already.
-        """
-        is_known = detector.name in self.detector_set.detectors
-        if of_preset:
-            self.detector_set.shows_main_score = True
-        if is_known and of_preset:
-            return
-        if is_known and detector.name not in self._of_preset:
-            raise ValueError(f"there is a detector for {detector.name!r} already; a signal has one")
-        (self._of_preset.add if of_preset else self._of_preset.discard)(detector.name)
-        self.detector_set.add(detector)
-        self._summary.choice.require(detector.name.removeprefix(f"{SUMMARY}/"))
-
-    def remove(self, detector: SpikeDetector) -> None:
-        if self.detector_set.detectors.get(detector.name) is detector:
-            del self.detector_set.detectors[detector.name]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each detector by signal, as plain numbers and lists."""
-        return {signal: detector.state_dict() for signal, detector in self.detector_set.detectors.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for signal, detector in self.detector_set.detectors.items():
-            detector.load_state_dict(state[signal])
-
-
 # --- The way of a monitored step's record through its consumers ---
 
 
@@ -664,7 +586,7 @@ class RecordPipeline:
     def __init__(
         self,
         factory: RecordFactory,
-        detection: SpikeDetection,
+        detectors: DetectorSet,
         history: RecordHistory,
         directory: RunDirectory,
         publisher: Publisher,
@@ -674,7 +596,7 @@ class RecordPipeline:
         fence: Fence,
         is_muted: Callable[[], bool],
     ) -> None:
-        self.factory, self.detection, self._detectors = factory, detection, detection.detector_set
+        self.factory, self.detectors = factory, detectors
         self.history, self.directory, self.publisher, self._plugins = history, directory, publisher, plugins
         self._exchange, self._fence, self._complaints, self._is_muted = exchange, fence, fence.complaints, is_muted
         self._on_spike = on_spike
@@ -746,11 +668,11 @@ class RecordPipeline:
             record, signals = self.factory.make(pending)
             try:
                 self._late, self.absent = pending.readback.buffer.scalars(), pending.readback.buffer.absent
-                self._detectors.begin(record, self.absent)
-                record, events = self.detection.detect(record, signals, self.absent)
+                self.detectors.begin(record, self.absent)
+                record, events = self.detectors.detect(record, signals, self.absent)
                 self._is_finished = False
                 self._pass_on(record, amends=False)
-                if fetched := self._detectors.take_fetched():
+                if fetched := self.detectors.take_fetched():
                     self.backfill(fetched)
                 self._signals = signals
                 self._plugins.call("on_record", record)
@@ -803,9 +725,9 @@ class RecordPipeline:
         if self.last is not None and not self._is_finished:
             self._is_finished, record = True, self.last
             self._detect_late(record)
-            if reports := self._detectors.follow_up.reports(self.last or record, self._signals):
+            if reports := self.detectors.follow_up.reports(self.last or record, self._signals):
                 self._warn(reports)
-            self.detection.finish(self.absent)
+            self.detectors.finish(self.absent)
 
     def detect_late(self) -> None:
         """Evaluate the signals that came late so far, before the last record is finished."""
@@ -814,11 +736,11 @@ class RecordPipeline:
 
     def _detect_late(self, record: StepRecord) -> None:
         events: list[SpikeEvent] = []
-        if self._detectors.accepts_late_values:
-            detected, events = self.detection.detect(record, {}, self.absent)
+        if self.detectors.accepts_late_values:
+            detected, events = self.detectors.detect(record, {}, self.absent)
             if detected is not record:
                 self._pass_on(detected, amends=True)
-                self.backfill(self._detectors.take_fetched())
+                self.backfill(self.detectors.take_fetched())
         self._notify(events)
 
     def close(self, raised: str = "") -> None:
@@ -839,12 +761,12 @@ class RecordPipeline:
 
     def learn(self, record: StepRecord, signals: Mapping[str, float]) -> None:
         """Take a step that is not monitored, whose values the detectors learn from."""
-        self._warn(self.detection.learn(record, signals, self.absent))
+        self._warn(self.detectors.learn(record, signals, self.absent))
 
     def rewind(self, step: int) -> None:
         """The run goes back to ``step``: what is known of later ones is of another branch."""
         self.history.rewind(step)
-        self._detectors.rewind(step)
+        self.detectors.rewind(step)
 
     # --- what is told of spikes, when all consumers have the record -----------------------------------------------------------
 
@@ -860,23 +782,23 @@ class RecordPipeline:
         Raises:
             SpikeError: the script asks for it.
         """
-        record, messages = self.last, self._detectors.follow_up.alerts(events) if events else []
+        record, messages = self.last, self.detectors.follow_up.alerts(events) if events else []
         if record is not None and action:  # as a rank knows it, though not hundreds in a row
             if record.context["in_a_row"] not in _WITH_WARNING:
                 return
             reasons = [event.reason for event in events] or [record.skipped]
             where = next((event.where for event in events if event.where), "")
             messages = [f"step {record.step}: " + "; ".join(filter(None, (*reasons, where, action)))]
-        elif self._acts and (missed := [event.signal for event in events if event.signal not in self._detectors.predicted]):
+        elif self._acts and (missed := [event.signal for event in events if event.signal not in self.detectors.predicted]):
             signals = ", ".join(missed)
             self._complaints.add(
                 f"late:{signals}",
                 f"that {signals} spiked in step {events[0].step} became known only when the optimizer had stepped, so that nothing was "
                 "done about it; what is logged has to be logged before optimizer.step()",
             )
-        if (self._detectors.needs_detail() or messages) and record is not None:
+        if (self.detectors.needs_detail() or messages) and record is not None:
             self._plugins.alert(record.step)
-        self._detectors.warn_of_failures(self._complaints)
+        self.detectors.warn_of_failures()
         if messages:
             self._warn(messages)
         for event in events:

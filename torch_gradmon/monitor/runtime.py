@@ -790,7 +790,7 @@ class Runtime:
         hidden = [make(source, metric, every=every, shown=False) for source, metric, every in preset.layer_metrics]
         self.planner.registry.replace_hidden(hidden)
         self.factory.summary.choice.use(preset.keys)
-        self.pipeline.detection.add(SpikeDetector(), of_preset=True)
+        self.pipeline.detectors.add(SpikeDetector(), of_preset=True)
         self.pipeline.directory.annotate(preset=name)
         self.planner.changed()
 
@@ -892,7 +892,7 @@ class Runtime:
     def _state(self) -> dict[str, Any]:
         self.settle_now()
         self.lifecycle.planning.wake()  # so that plugins have seen all steps
-        records = {"summary": self.factory.summary.state_dict(), "detectors": self.pipeline.detection.state_dict()}
+        records = {"summary": self.factory.summary.state_dict(), "detectors": self.pipeline.detectors.state_dict()}
         steps = {"next_step": self.state.next_attempt, "attempted": self.state.clock.attempts}
         policy, clips = self.built_in.policy, self.lifecycle.plugins.clips
         parts = {} if policy is None else {"acting": policy.state_dict()}
@@ -922,7 +922,7 @@ class Runtime:
         absent = {"next_step", "summary", "detectors"} - state.keys()
         if absent:
             raise ValueError(f"this is no state of a ModuleMonitor: it lacks {', '.join(sorted(absent))}; it has {sorted(state)}")
-        mine = self.pipeline.detection.detector_set.detectors
+        mine = self.pipeline.detectors.detectors
         if not isinstance(state["detectors"], Mapping) or set(state["detectors"]) != set(mine):
             raise ValueError(
                 f"state['detectors'] has {display(state['detectors'])} and this monitor detectors of {sorted(mine)}; "
@@ -943,7 +943,7 @@ class Runtime:
                 self.lifecycle.plugins.needed_clips().load_state_dict(value)
         else:
             acting: Any = self.built_in.policy
-            {"summary": self.factory.summary, "detectors": self.pipeline.detection, "acting": acting}[part].load_state_dict(value)
+            {"summary": self.factory.summary, "detectors": self.pipeline.detectors, "acting": acting}[part].load_state_dict(value)
 
     def _continue_at(self, step: int) -> None:
         self.state.clock.next_step = step

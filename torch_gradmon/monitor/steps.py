@@ -537,7 +537,7 @@ class StepLifecycle:
             self.values.late.tags.clear()
         if active.is_overflowed:
             self.pipeline.count_refusal(active.is_interrupted)
-        if self.pipeline.detection.count_unmonitored(active.is_overflowed and not active.is_interrupted):
+        if self.pipeline.detectors.count_unmonitored(active.is_overflowed and not active.is_interrupted):
             self.plugins.alert(active.number)
 
     def _close_monitored(self, active: ActiveStep, tags: dict[str, Any] | None) -> None:

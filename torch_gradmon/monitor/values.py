@@ -72,7 +72,7 @@ class LateValues:
 
     def is_judged(self, key: Key) -> bool:
         """Whether a detector judges the value that is logged under ``key``."""
-        return self._pipeline.detection.detector_set.watches(key)
+        return self._pipeline.detectors.watches(key)
 
 
 class TagLog:

@@ -8,13 +8,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
 
 from ..core.errors import WarningLog
 from ..core.formatting import factor_text, times
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
 from ..core.moments import Column
 from ..core.records import SpikeEvent, StepRecord, StepValues, loss_in
-from ..step.summary import KEY_DOCUMENTATION, not_applied
+from ..step.summary import KEY_DOCUMENTATION, Summary, not_applied
 from .detector import SpikeDetector, Verdict
 from .hampel import LEAST
 from .signals import MatchingValues, SuspectHistory, size, value_of
@@ -187,12 +188,17 @@ USED_SIGNAL = "grad_norm_after_clip"
 #: one, which may be logged rarely.
 _PATIENCE, _LONG_PATIENCE = 3, 200
 _NO_SCORE = "the detector's rule gave no score, as in its first steps, when it has not seen enough of them"
+_NO_SIGNAL = "no step so far has it; log it with log_scalar(), or add the metric that it is a key of"
+
+Absent = MutableMapping[tuple[str, str], str]
 
 
 class DetectorSet:
     """Detectors by the name of their signal. A signal may be logged, and so have its value only after the step has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, summary: Summary, complaints: WarningLog) -> None:
+        self._summary, self._complaints = summary, complaints
+        self._of_preset: set[str] = set()
         self.detectors: dict[str, SpikeDetector] = {}  # those in use, by signal
         self.accepts_late_values = True  # detect in values that come after the end of a step; off if ranks could disagree on them
         self.shows_main_score = False  # the score of ``grad_norm`` is a whole-model value
@@ -212,10 +218,28 @@ class DetectorSet:
         self._names: tuple[str, ...] = ()  # of the last gradients
         self._had_gradients: set[str] = set()
 
-    def add(self, detector: SpikeDetector) -> None:
-        self.detectors[detector.name] = detector
+    def add(self, detector: SpikeDetector, of_preset: bool = False) -> None:
+        """Use ``detector``. One that the user brings replaces a preset's, and is not replaced by one.
 
-    def begin(self, record: StepRecord, absent: MutableMapping[tuple[str, str], str]) -> None:
+        Raises:
+            ValueError: the user has brought one for this signal already.
+        """
+        is_known = detector.name in self.detectors
+        if of_preset:
+            self.shows_main_score = True
+        if is_known and of_preset:
+            return
+        if is_known and detector.name not in self._of_preset:
+            raise ValueError(f"there is a detector for {detector.name!r} already; a signal has one")
+        (self._of_preset.add if of_preset else self._of_preset.discard)(detector.name)
+        self.detectors[detector.name] = detector
+        self._summary.choice.require(detector.name.removeprefix(f"{SUMMARY}/"))
+
+    def remove(self, detector: SpikeDetector) -> None:
+        if self.detectors.get(detector.name) is detector:
+            del self.detectors[detector.name]
+
+    def begin(self, record: StepRecord, absent: Absent) -> None:
         """Start with the ``record`` of a step that has ended, which is not judged if it was not applied. :meth:`rewind` precedes one that
         was known before.
         """
@@ -271,21 +295,19 @@ class DetectorSet:
         self._failed[name] = self.detectors.pop(name), error
         self._waiting.pop(name, None)
 
-    def warn_of_failures(self, complaints: WarningLog) -> None:
+    def warn_of_failures(self) -> None:
         """Warn of detectors that failed and are off. Their errors are dropped, since they hold frames of the training loop."""
         for name, (detector, error) in list(self._failed.items()):
             if error is not None:
                 self._failed[name] = detector, None
-                complaints.add(f"detector:{name}", f"the spike detector of {name} failed and is off", error)
+                self._complaints.add(f"detector:{name}", f"the spike detector of {name} failed and is off", error)
 
     @property
     def signals(self) -> list[str]:
         """The names of all detectors, failed ones too: they may work on other ranks."""
         return sorted({*self._failed, *self.detectors})
 
-    def detect(
-        self, record: StepRecord, whole: Mapping[str, float], absent: MutableMapping[tuple[str, str], str]
-    ) -> tuple[StepRecord, list[SpikeEvent]]:
+    def detect(self, record: StepRecord, whole: Mapping[str, float], absent: Absent) -> tuple[StepRecord, list[SpikeEvent]]:
         """Feed the signals that have a value by now; returns ``record`` with the new scores and events, and these events. ``whole`` has
         the whole-model values by name; ``absent`` gets the reasons for missing scores.
         """
@@ -322,12 +344,16 @@ class DetectorSet:
                     scores[key] = verdict.score
                 else:
                     absent[key.source, key.metric or key.name] = _NO_SCORE
-        if self._awaits_loss:
-            record = self._revised(record)
-        if scores or events:
-            events = self._explained(events, record) if events else events
-            known = StepValues.of(record.values).updated(scores)
-            record = replace(record, values=known, events=(*record.events, *events))
+        try:
+            if self._awaits_loss:
+                record = self._revised(record)
+            if scores or events:
+                events = self._explained(events, record) if events else events
+                known = StepValues.of(record.values).updated(scores)
+                record = replace(record, values=known, events=(*record.events, *events))
+        except Exception as error:  # the record must not be lost for it
+            self._complaints.add("internal:judge", f"step {record.step} could not be judged", error)
+            return record, []
         self._detected_in = record.values
         return record, events
 
@@ -425,15 +451,38 @@ class DetectorSet:
         self.history.rewind(step)
         self.follow_up.recovery.rewind(step)
 
-    def signals_without_values(self) -> list[str]:
-        """End the step; return signals that never had a value in all steps allowed for that. Each is named once."""
+    def finish(self, absent: Absent) -> None:
+        """The record is complete: warn, once for each, about signals that never had a value in all steps allowed for that."""
         waited, self._waiting = self._waiting, {}
-        found = []
-        for name in waited:
-            count = self._steps_without_value[name] = self._steps_without_value.get(name, 0) + 1
-            if count == (_PATIENCE if name.removeprefix(f"{SUMMARY}/") in KEY_DOCUMENTATION else _LONG_PATIENCE):
-                found.append(name)
-        return found
+        for signal in waited:
+            count, name = self._steps_without_value.get(signal, 0) + 1, signal.removeprefix(f"{SUMMARY}/")
+            self._steps_without_value[signal] = count
+            if count == (_PATIENCE if name in KEY_DOCUMENTATION else _LONG_PATIENCE):
+                why = absent.get((SUMMARY, name), _NO_SIGNAL)
+                self._complaints.add(f"signal:{signal}", f"the spike detector of {signal} has nothing to judge: {why}")
+
+    # --- other steps, and the state ----------------------------------------------------------------------------------------------
+
+    def learn(self, record: StepRecord, whole: Mapping[str, float], absent: Absent) -> list[str]:
+        """Evaluate a step that is not monitored, with values for the detectors only. Returns what there is to report."""
+        self.begin(record, {})
+        self.detect(record, whole, absent)
+        return self.follow_up.reports(record, whole)
+
+    def count_unmonitored(self, is_refused: bool) -> bool:
+        """Count a step that is not monitored. Returns whether a series of refused ones calls for more detail."""
+        if not (is_refused or self.follow_up.rejected):
+            return False
+        self.follow_up.step_ended(applied=not is_refused)
+        return self.needs_detail()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each detector by signal, as plain numbers and lists."""
+        return {signal: detector.state_dict() for signal, detector in self.detectors.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for signal, detector in self.detectors.items():
+            detector.load_state_dict(state[signal])
 
 
 def _is_of_a_batch(signal: str | re.Pattern[str]) -> bool:

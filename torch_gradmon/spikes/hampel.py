@@ -198,25 +198,21 @@ class Hampel:
         score = None
         if self._count >= JUDGES and not (value < 0 and not self.linear):
             position = value if self.linear else log_of(value)
-            score = self._distance("near", position)
-            if self._count >= FAR_FROM:
-                score = max(score, self._distance("far", position))
+            score = -math.inf
+            # a rise of the logarithm by log(least) is a factor of ``least``
+            least = math.log(self.least) + self.early / self._count
+            for name in ("near", "far") if self._count >= FAR_FROM else ("near",):
+                median, residuals = self._levels[name].median, self._residuals[name]
+                spread = (abs(median) if self.linear else 1.0) * least / self.threshold
+                if len(residuals.in_order) >= FEWEST_RESIDUALS:
+                    deviation = residuals.median_deviation(residuals.median)
+                    spread = max(spread, MAD_TO_STD * deviation * (1 + EARLY_SPREAD / self._count))
+                rise = position - median
+                score = max(score, rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0)
             if score > self.threshold and self._is_usual(position):
                 score = self.threshold
         self._scored = value, score
         return score
-
-    def _distance(self, name: str, position: float) -> float:
-        """Robust standard deviations above the median of a level."""
-        median, residuals = self._levels[name].median, self._residuals[name]
-        # a rise of the logarithm by log(least) is a factor of ``least``
-        least = math.log(self.least) + self.early / self._count
-        spread = (abs(median) if self.linear else 1.0) * least / self.threshold
-        if len(residuals.in_order) >= FEWEST_RESIDUALS:
-            deviation = residuals.median_deviation(residuals.median)
-            spread = max(spread, MAD_TO_STD * deviation * (1 + EARLY_SPREAD / self._count))
-        rise = position - median
-        return rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0
 
     def _is_usual(self, position: float) -> bool:
         nearly = position - (abs(self._levels["near"].median) if self.linear else 1.0) * math.log(self.least)

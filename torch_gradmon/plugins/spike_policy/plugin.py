@@ -540,7 +540,7 @@ class SpikePolicy(Plugin):
             reasons.append("the gradients are those of a step that was skipped, and were not zeroed since")
         severity = CALM if not reasons else NONFINITE if count and not refused else SPIKE
         vote = self._together(severity, "; ".join(reasons), refused)
-        self._detectors.warn_of_failures(self._complaints)
+        self._detectors.warn_of_failures()
         return vote
 
     def _together(self, severity: float, reason: str, refused: bool) -> tuple[float, str]:
