@@ -502,7 +502,9 @@ class StepLifecycle:
                     self.plugins.call("on_step_closing", active, is_idle=is_idle)
             finally:  # where warnings are errors
                 if active.is_monitored:
-                    self._close_monitored(active, tags)
+                    self.pipeline.waiting.append(pending := self._pending(active, tags))
+                    if pending.readback.arrival.is_local:  # its values are on the host already
+                        self.pipeline.enter(pending.step, open_to_late_values=True)
                 else:
                     self._close_unmonitored(active, tags)
         finally:  # ranks change together, whatever failed on one of them
@@ -540,7 +542,7 @@ class StepLifecycle:
         if self.pipeline.detectors.count_unmonitored(active.is_overflowed and not active.is_interrupted):
             self.plugins.alert(active.number)
 
-    def _close_monitored(self, active: ActiveStep, tags: dict[str, Any] | None) -> None:
+    def _pending(self, active: ActiveStep, tags: dict[str, Any] | None) -> PendingStep:
         if self._cost.is_due:
             self._cost.step_closed()
         planning = self.planning
@@ -550,10 +552,7 @@ class StepLifecycle:
         self.plugins.call("annotate", active)
         groups = planning.groups() if self.pipeline.factory.layers.choice == "blocks" else []
         cost, ranks, attached = self.fence.cost(), planning.exchange.ranks.count, planning.loop is not None
-        pending = PendingStep(readback, active, inventory, evaluate, groups, found, cost, ranks, attached)
-        self.pipeline.waiting.append(pending)
-        if readback.arrival.is_local:  # its values are on the host already
-            self.pipeline.enter(pending.step, open_to_late_values=True)
+        return PendingStep(readback, active, inventory, evaluate, groups, found, cost, ranks, attached)
 
     # --- parts of a step that may be steps of their own ------------------------------------------------------------------------
 

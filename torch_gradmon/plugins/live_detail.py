@@ -211,10 +211,6 @@ class LiveDetail(Plugin):
         if self._from_code:
             self.watches_idle_steps = True
 
-    def _look(self) -> None:
-        if self._file is not None and (change := self._file.look()) is not None:
-            self._ask(change)
-
     def _receive(self) -> None:
         if self._from_code:
             self._ask(replace(self._from_code.pop(), number=self._number + 1))
@@ -281,7 +277,8 @@ class LiveDetail(Plugin):
         raised, self._raised = self._raised, None
         if raised is not None:
             raise raised
-        self._look()
+        if self._file is not None and (found := self._file.look()) is not None:
+            self._ask(found)
         if self.watches_idle_steps:
             self._receive()
             asked = self._asked if self._ranks.is_first else None
@@ -311,7 +308,8 @@ class LiveDetail(Plugin):
 
     def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
         try:
-            self._look()
+            if self._file is not None and (found := self._file.look()) is not None:
+                self._ask(found)
         except GradmonWarning as error:  # where warnings are errors; raised where it costs no step
             self._raised, self.watches_idle_steps = error, True
         if self.in_force is None or self.in_force.every is None or ahead is None:
