@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.plugins.loop_audit.plugin import LOOKED, MOST_RESTED, RESTED, TRUSTED
+from torch_gradmon.plugins.loop_audit import LOOKED, MOST_RESTED, RESTED, TRUSTED
 
 from .machine import machine
 from .report import RESULTS, figure, with_spread, write_section
@@ -24,7 +24,7 @@ from .timing import spread
 
 PARAMETERS = 150
 _WARM_UP = 20
-#: In the first steps the audit covers every step, see torch_gradmon/plugins/loop_audit/plugin.py.
+#: In the first steps the audit covers every step, see torch_gradmon/plugins/loop_audit.py.
 _FIRST = 250
 #: From here on the audit rests in most steps.
 _SETTLED = 1500

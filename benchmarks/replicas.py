@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_gradmon.plugins.replica_check.plugin import Common, Snapshot, items_of
+from torch_gradmon.plugins.replica_check import Common, Snapshot, items_of
 
 from .machine import machine
 from .models import GPT, GPT_10M

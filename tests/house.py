@@ -26,8 +26,8 @@ Targets = dict[str, tuple[float, float | None]]
 #: None when the target is met. First what the source says:
 SOURCE: Targets = {
     "entries at the top of the package": (15, 17),
-    "lines of Python": (40_000, 51_289),
-    "files": (165, 170),
+    "lines of Python": (40_000, 49_425),
+    "files": (165, None),
     "largest file": (1_300, None),
     "functions over 60 lines": (0, None),
     "classes over 450 lines (facade apart)": (0, None),
@@ -35,18 +35,18 @@ SOURCE: Targets = {
     "pairs of rooms that import each other": (0, None),
     "pairs of folders that import each other": (0, None),
     "files that only one neighbour in their folder imports": (10, None),
-    "methods of Plugin": (14, 32),
+    "methods of Plugin": (14, None),
 }
 #: What a program loads, and what a step calls on Python 3.11 with the built kernel.
 PROGRAM: Targets = {
     "gradmon --help imports torch": (0, None),
     "files that watch() loads": (80, None),
-    "lines that watch() loads": (16_000, 24_662),
-    "steady step: files": (25, 46),
-    "steady step: calls": (200, 398),
-    "steady step: depth of the stack": (10, 18),
+    "lines that watch() loads": (16_000, 22_786),
+    "steady step: files": (25, 41),
+    "steady step: calls": (200, 384),
+    "steady step: depth of the stack": (10, 16),
     "calls for each further tensor": (2, None),
-    "steady step, no sink, no run directory: calls": (100, 356),
+    "steady step, no sink, no run directory: calls": (100, 342),
     "step under audit: files": (50, None),
     "step under audit: calls": (450, None),
     "step that is not monitored: calls": (12, None),

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
-from torch_gradmon.plugins.replica_check.plugin import Board
+from torch_gradmon.plugins.replica_check import Board
 
 from .replica_runs import EVERY, Net
 

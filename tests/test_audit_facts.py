@@ -361,7 +361,7 @@ def test_a_failure_of_the_audit_ends_it_with_one_warning(monkeypatch: pytest.Mon
     def fails(*_: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("torch_gradmon.plugins.loop_audit.checks.Probe.look", fails)
+    monkeypatch.setattr("torch_gradmon.plugins.loop_checks.Probe.look", fails)
     with pytest.warns(gradmon.GradmonWarning, match="the plugin 'loop_audit' failed, it is off") as told:
         for _ in range(4):
             _step(model, optimizer)

@@ -26,7 +26,7 @@ from benchmarks.stored import markdown as stored_markdown
 from benchmarks.targets import judge, verdict
 from benchmarks.timing import Floor, floor_for, interleave, quotients, spread, takes_part
 from torch_gradmon.core.moments import ALWAYS, VIEWS, Column
-from torch_gradmon.plugins.loop_audit.plugin import TRUSTED
+from torch_gradmon.plugins.loop_audit import TRUSTED
 
 from . import forked, oracle
 

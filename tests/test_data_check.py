@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.plugins.data_check.head import CLASSES, ROWS, Head, facts_of, origin_of, output_of, recognised, sample_of
-from torch_gradmon.plugins.data_check.plugin import _identities, _makers, push_of, sampled
+from torch_gradmon.plugins.data_check import _identities, _makers, push_of, sampled
+from torch_gradmon.plugins.output_gradient import CLASSES, ROWS, Head, facts_of, origin_of, output_of, recognised, sample_of
 
 pytestmark = pytest.mark.thorough
 
@@ -949,7 +949,7 @@ def test_outputs_of_players_carry_no_mark_and_are_not_kept() -> None:
 
 
 def test_outputs_of_one_network_alone_are_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_gradmon.plugins.data_check.plugin._networks", weakref.WeakSet[Any]())
+    monkeypatch.setattr("torch_gradmon.plugins.data_check._networks", weakref.WeakSet[Any]())
     known = len(_makers)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -392,9 +392,7 @@ def test_the_reference_has_every_public_name_and_no_private_module() -> None:
     assert public <= described
     modules = {name.rpartition(".")[0] for name in described}
     trainers = {f"torch_gradmon.integrations.{name}" for name in ("lightning", "transformers", "ignite", "accelerate")}
-    of_results = {
-        f"torch_gradmon.{name}" for name in ("plugins.spike_policy.policy", "plugins.replica_check.replay", "analysis.diff")
-    }
+    of_results = {f"torch_gradmon.{name}" for name in ("plugins.reactions", "plugins.determinism", "analysis.diff")}
     assert modules == {*_PUBLIC, *trainers, *of_results, "torch_gradmon.plugins.clipping", "torch_gradmon.analysis.width_sweep"}
 
 

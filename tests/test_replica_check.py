@@ -16,7 +16,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore, distributed_c10d
 
 import torch_gradmon as gradmon
-from torch_gradmon.plugins.replica_check.plugin import Board, Streak, range_of, ranks_apart
+from torch_gradmon.plugins.replica_check import Board, Streak, range_of, ranks_apart
 from torch_gradmon.statistics import cpp
 from torch_gradmon.step import exchange
 

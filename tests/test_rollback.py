@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Rollback, SpikeDetector, SpikeError
 from torch_gradmon.core.errors import WarningLog
-from torch_gradmon.plugins.spike_policy.plugin import Snapshots
-from torch_gradmon.plugins.spike_policy.policy import RollbackResult
+from torch_gradmon.plugins.reactions import RollbackResult
+from torch_gradmon.plugins.spike_policy import Snapshots
 from torch_gradmon.spikes import Threshold
 from torch_gradmon.step.ranks import Ranks
 

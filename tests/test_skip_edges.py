@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError
-from torch_gradmon.plugins.spike_policy.policy import RollbackResult
+from torch_gradmon.plugins.reactions import RollbackResult
 from torch_gradmon.spikes import Threshold
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
@@ -100,7 +100,7 @@ def test_whatever_way_a_buffer_is_kept_it_forgets_the_batch(how: str, bad: int) 
 
 @pytest.mark.filterwarnings("always::torch_gradmon.GradmonWarning")
 def test_a_large_buffer_that_moves_for_the_first_time_in_a_skipped_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_gradmon.plugins.spike_policy.plugin.COPIED", 0)
+    monkeypatch.setattr("torch_gradmon.plugins.spike_policy.COPIED", 0)
     model = _net(_Buffered("seldom"))
     optimizer = _sgd(model)
     _watched(model, optimizer)
@@ -125,7 +125,7 @@ def _from_outside(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_statistics_of_norms_are_copied_however_large_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_gradmon.plugins.spike_policy.plugin.COPIED", 0)
+    monkeypatch.setattr("torch_gradmon.plugins.spike_policy.COPIED", 0)
     model = _net()
     optimizer = _sgd(model)
     monitor = _watched(model, optimizer)
@@ -616,7 +616,7 @@ def test_a_disk_that_is_full_is_not_tried_in_every_step(tmp_path: Path, monkeypa
         tries.append(args)
         raise OSError("no space left")
 
-    monkeypatch.setattr("torch_gradmon.plugins.spike_policy.plugin.replacing", full)
+    monkeypatch.setattr("torch_gradmon.plugins.spike_policy.replacing", full)
     model = _net()
     optimizer = _sgd(model)
     _watched(model, optimizer, skip=Rollback(every=10, directory=tmp_path))

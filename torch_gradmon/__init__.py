@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .monitor.monitor import ModuleMonitor
     from .monitor.options import Distributed, SpikeCapture
     from .monitor.watch import watch
-    from .plugins.replica_check.replay import check_determinism
+    from .plugins.determinism import check_determinism
+    from .plugins.reactions import Rollback, Skip
     from .plugins.setup_check import Checks
-    from .plugins.spike_policy.policy import Rollback, Skip
     from .spikes import SpikeDetector
 
 __version__ = "0.1.0"
@@ -59,14 +59,14 @@ _HOMES = {
     "ModuleMonitor": "monitor.monitor",
     "MonitorMixin": "monitor.compatibility",
     "RefinedCoordinateCheck": "monitor.compatibility",
-    "Rollback": "plugins.spike_policy.policy",
+    "Rollback": "plugins.reactions",
     "Run": "analysis.run",
-    "Skip": "plugins.spike_policy.policy",
+    "Skip": "plugins.reactions",
     "SpikeCapture": "monitor.options",
     "SpikeDetector": "spikes",
     "SpikeError": "core.errors",
     "SpikeEvent": "core.records",
-    "check_determinism": "plugins.replica_check.replay",
+    "check_determinism": "plugins.determinism",
     "diff_runs": "analysis.diff",
     "load_run": "analysis.run",
     "monitor_scaled_dot_product_attention": "monitor.compatibility",

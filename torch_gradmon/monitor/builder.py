@@ -20,11 +20,11 @@ from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.fence import Fence, is_disabled
 from ..core.records import KeyFormatter, Metric, SpikeEvent
-from ..plugins.data_check.plugin import DataCheck
+from ..plugins.data_check import DataCheck
 from ..plugins.live_detail import LiveDetail, PostSpikeDetail
-from ..plugins.loop_audit.plugin import LoopAudit
+from ..plugins.loop_audit import LoopAudit
+from ..plugins.reactions import Policy, Rollback, policy_of
 from ..plugins.setup_check import SetupCheck, compiled
-from ..plugins.spike_policy.policy import Policy, Rollback, policy_of
 from ..spikes.detector_set import DetectorSet
 from ..statistics.dispatch import Statistics, kernel_choice
 from ..step.plan import VIEW_BUILT_INS, Registry
@@ -192,7 +192,7 @@ def _plugins(
     detail = LiveDetail(planner, summary, post_spike, budget, exchange, directory.reopen)
     policy = policy_of(options.on_spike)
     if policy is not None and not fence.inert:
-        from ..plugins.spike_policy.plugin import SpikePolicy
+        from ..plugins.spike_policy import SpikePolicy
         from ..step.exchange import RankExchange
 
         decisions = RankExchange(exchange.ranks, complaints)
@@ -221,7 +221,7 @@ def _check_replicas(
     ranks = alive.captures.measurer.ranks
     if ranks.count < 2:
         return
-    from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
+    from ..plugins.replica_check import ReplicaCheck  # not needed by a single process
 
     distinct, records, recorder = compiled("distinct", of.distinct), history.sample.records, alive.built_in.recorder
     look = list if recorder is None else recorder.look

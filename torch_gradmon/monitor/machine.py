@@ -604,7 +604,8 @@ class StepMachine(StepCycle):
         self._take_turn(optimizer)
         if self.boundaries.has_values:
             self._measure_final(optimizer)
-            self._parameters_before(optimizer, with_unowned=self.order[-1] == optimizer)
+            with_unowned = self.order[-1] == optimizer
+            self.measures.hold_parameters(optimizer, with_unowned=with_unowned, as_measured=self._measure_parameters())
 
     def _measure_final(self, optimizer: Hashable) -> None:
         """Measure gradients before the clip that are final only now, when the outermost optimizer begins to step."""
@@ -647,7 +648,7 @@ class StepMachine(StepCycle):
         self._explain_missing(optimizer, has_closure or within)
         self._measure_final(optimizer)
         measures.release_gradients(optimizer)
-        self._parameters_before(optimizer, with_unowned)
+        measures.hold_parameters(optimizer, with_unowned=with_unowned, as_measured=self._measure_parameters())
         if has_closure:
             return False
         if within:
@@ -686,10 +687,6 @@ class StepMachine(StepCycle):
         if not were_measured:
             self.measures.measure_parameters()
         return not were_measured
-
-    def _parameters_before(self, optimizer: Hashable, with_unowned: bool) -> None:
-        as_measured = self._measure_parameters()
-        self.measures.hold_parameters(optimizer, with_unowned=with_unowned, as_measured=as_measured)
 
     def _steps_late(self, optimizer: Hashable) -> bool:
         """Whether the optimizer belongs to the step that has just ended: named before the last one, it steps after it."""

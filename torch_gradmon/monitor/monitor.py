@@ -21,8 +21,8 @@ from ..core.fence import is_disabled
 from ..core.keys import Key, Pattern
 from ..core.records import Chart, Engine, ModelOrder, StepView
 from ..core.torch_modes import is_compiling, outside_dispatch_modes
+from ..plugins.reactions import StepCounts
 from ..plugins.setup_check import Checks
-from ..plugins.spike_policy.policy import StepCounts
 from ..runs.detail_request import DetailRequest, detail_request
 from ..spikes.detector import SpikeDetector
 from ..statistics.request import DEFAULT_EPS

@@ -15,8 +15,8 @@ from ..core import validation as check
 from ..core.errors import display, nearest
 from ..core.keys import KEY_ORDERS, Pattern
 from ..core.records import SpikeEvent
+from ..plugins.reactions import Rollback, Skip
 from ..plugins.setup_check import Checks, compiled
-from ..plugins.spike_policy.policy import Rollback, Skip
 from ..statistics.request import DEFAULT_EPS
 from ..step.model_index import GradientSource
 from ..step.model_index import checked as checked_source

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.errors import GradmonWarning, TrainingStopped, WarningLog
-from ..plugins.data_check.plugin import DataCheck
+from ..plugins.data_check import DataCheck
 from ..plugins.live_detail import LiveDetail, PostSpikeDetail
-from ..plugins.loop_audit.plugin import LoopAudit
+from ..plugins.loop_audit import LoopAudit
 from ..plugins.setup_check import SetupCheck
 from ..step.plugin import Plugin
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # imported where an option asks for them
     from ..plugins.clipping import AdaptiveClips
     from ..plugins.flight_recorder import FlightRecorder
     from ..plugins.overhead_budget import OverheadBudget
-    from ..plugins.replica_check.plugin import ReplicaCheck
-    from ..plugins.spike_policy.plugin import SpikePolicy
+    from ..plugins.replica_check import ReplicaCheck
+    from ..plugins.spike_policy import SpikePolicy
 
 #: Called in idle steps too, of plugins that watch these.
 _BOUNDARIES = ("on_step_open", "on_step_closing", "on_step_closed")

@@ -21,7 +21,7 @@ from ..core.keys import Key
 from ..core.records import KeyFormatter, SpikeEvent, StepRecord, StepValues, loss_among
 from ..core.torch_modes import HomeProcess, fresh_grad_mode, outside_dispatch_modes, process_facts
 from ..core.validation import subsample_steps
-from ..plugins.spike_policy.policy import Policy, policy_of
+from ..plugins.reactions import Policy, policy_of
 from ..spikes.detector_set import DetectorSet
 from ..spikes.signals import SuspectHistory, by_size
 from ..step.buffer import StepBuffer

@@ -22,7 +22,7 @@ from ..core.fence import fenced
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, Pattern
 from ..core.records import Metric, StepRecord
 from ..core.torch_modes import outside_dispatch_modes
-from ..plugins.spike_policy.policy import StepCounts
+from ..plugins.reactions import StepCounts
 from ..spikes.detector import SpikeDetector
 from ..statistics.request import accumulator_dtype
 from ..step.active_step import Mode

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core import validation as check
-from ...core.errors import display
+from ..core import validation as check
+from ..core.errors import display
 
 _ON_LIMIT = ("accept", "stop")
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...capture.loss_graph import OUTPUT, is_made_by, is_move, nodes_of, notes_of, operation_of
-from ..tallies import Tallies
+from ..capture.loss_graph import OUTPUT, is_made_by, is_move, nodes_of, notes_of, operation_of
+from .tallies import Tallies
 
 #: Rows and classes that are looked at; of more rows, some are, and outputs of more classes altogether.
 ROWS, CLASSES = 512, 4096

@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ...capture.gradients import scale_of
-from ...capture.hooks import Handles, ModuleHook
-from ...core import keys
-from ...core.loop_mistakes import RANK_FAULTS, LoopFinding
-from ...core.moments import Column
-from ...core.records import StepRecord, loss_among
-from ...statistics.fingerprint import fingerprints, packed, unpacked
-from ...step.active_step import ActiveStep
-from ...step.buffer import DeviceToHostCopy
-from ...step.exchange import BoundedStore
-from ...step.model_index import parameters_of
-from ...step.planner import Planner
-from ...step.plugin import Plugin
-from ...step.ranks import Ranks, digest_of, is_dtensor, local_part
+from ..capture.gradients import scale_of
+from ..capture.hooks import Handles, ModuleHook
+from ..core import keys
+from ..core.loop_mistakes import RANK_FAULTS, LoopFinding
+from ..core.moments import Column
+from ..core.records import StepRecord, loss_among
+from ..statistics.fingerprint import fingerprints, packed, unpacked
+from ..step.active_step import ActiveStep
+from ..step.buffer import DeviceToHostCopy
+from ..step.exchange import BoundedStore
+from ..step.model_index import parameters_of
+from ..step.planner import Planner
+from ..step.plugin import Plugin
+from ..step.ranks import Ranks, digest_of, is_dtensor, local_part
 
 
 def is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:

@@ -22,23 +22,23 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...core import keys as n
-from ...core.errors import SpikeError, WarningLog
-from ...core.files import replacing
-from ...core.keys import SUMMARY, Key
-from ...core.moments import Column, identity
-from ...core.records import SpikeEvent, StepRecord
-from ...spikes.detector_set import DetectorSet
-from ...step.active_step import ActiveStep, Mode
-from ...step.buffer import StepBuffer
-from ...step.exchange import RankExchange
-from ...step.model_index import parameters_of
-from ...step.plan import SourcePlan
-from ...step.planner import Planner
-from ...step.plugin import OptimizerContext, Plugin
-from ...step.ranks import Ranks, local_part
-from ...step.summary import gradient_values
-from .policy import Policy, Rollback, RollbackResult
+from ..core import keys as n
+from ..core.errors import SpikeError, WarningLog
+from ..core.files import replacing
+from ..core.keys import SUMMARY, Key
+from ..core.moments import Column, identity
+from ..core.records import SpikeEvent, StepRecord
+from ..spikes.detector_set import DetectorSet
+from ..step.active_step import ActiveStep, Mode
+from ..step.buffer import StepBuffer
+from ..step.exchange import RankExchange
+from ..step.model_index import parameters_of
+from ..step.plan import SourcePlan
+from ..step.planner import Planner
+from ..step.plugin import OptimizerContext, Plugin
+from ..step.ranks import Ranks, local_part
+from ..step.summary import gradient_values
+from .reactions import Policy, Rollback, RollbackResult
 
 # --- The model's buffers before a batch: a skipped batch must not change running statistics ---
 

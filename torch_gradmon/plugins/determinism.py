@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...capture.compiled import unwrapped
-from ...capture.measurer import untouched_rng
-from ...core import torch_modes
-from ...core import validation as check
-from ...core.errors import display
-from ...core.formatting import ShownAsText
-from ...statistics.fingerprint import fingerprints
-from ...step.ranks import local_part
+from ..capture.compiled import unwrapped
+from ..capture.measurer import untouched_rng
+from ..core import torch_modes
+from ..core import validation as check
+from ..core.errors import display
+from ..core.formatting import ShownAsText
+from ..statistics.fingerprint import fingerprints
+from ..step.ranks import local_part
 
 LOSS = "loss"
 #: The fingerprints of one pass by name, the loss first.

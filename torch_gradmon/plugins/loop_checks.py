@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...capture.loss_graph import (
+from ..capture.loss_graph import (
     OUTPUT,
     inputs_of,
     is_made_by,
@@ -25,9 +25,9 @@ from ...capture.loss_graph import (
     operation_of,
     reaches_input,
 )
-from ...step.model_index import FsdpParameterRef, ModelIndex, Place, parameters_of
-from ...step.ranks import local_part
-from ..tallies import Tallies
+from ..step.model_index import FsdpParameterRef, ModelIndex, Place, parameters_of
+from ..step.ranks import local_part
+from .tallies import Tallies
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node

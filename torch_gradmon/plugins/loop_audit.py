@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from ...capture.hooks import Handles, Hook
-from ...step.model_index import PLAIN_GRADIENTS, ModelIndex, Place, parameters_of
-from ...step.planner import Planner
-from ...step.ranks import is_dtensor, local_part
-from ..tallies import Check, Tallies
-from .checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients
+from ..capture.hooks import Handles, Hook
+from ..step.model_index import PLAIN_GRADIENTS, ModelIndex, Place, parameters_of
+from ..step.planner import Planner
+from ..step.ranks import is_dtensor, local_part
+from .loop_checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients
+from .tallies import Check, Tallies
 
 #: The steps of the first checks.
 _EARLY = (2, 8, 16)

@@ -12,18 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...capture.hooks import Handles, Hook, ModuleHook, takes_hooks
-from ...capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes_of
-from ...capture.module_values import tensors_of
-from ...core.keys import SUMMARY, Key
-from ...core.records import EXPECTATION, NON_FINITE_INPUT, StepRecord, loss_in
-from ...core.torch_modes import outside_dispatch_modes, will_run
-from ...statistics.fingerprint import fingerprints, packed, unpacked
-from ...step.active_step import ActiveStep
-from ...step.model_index import parameters_of
-from ..setup_check import MadeInForward, has_modes
-from ..tallies import Check, Tallies
-from .head import (
+from ..capture.hooks import Handles, Hook, ModuleHook, takes_hooks
+from ..capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes_of
+from ..capture.module_values import tensors_of
+from ..core.keys import SUMMARY, Key
+from ..core.records import EXPECTATION, NON_FINITE_INPUT, StepRecord, loss_in
+from ..core.torch_modes import outside_dispatch_modes, will_run
+from ..statistics.fingerprint import fingerprints, packed, unpacked
+from ..step.active_step import ActiveStep
+from ..step.model_index import parameters_of
+from .output_gradient import (
     Origin,
     Targets,
     facts_of,
@@ -37,6 +35,8 @@ from .head import (
     shares_of,
     tokens_of,
 )
+from .setup_check import MadeInForward, has_modes
+from .tallies import Check, Tallies
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node

@@ -1,1 +1,0 @@
-"""Checks of batches and of the loss, from what goes into the model and what comes back to its output."""
