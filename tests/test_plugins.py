@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_a_plugin_may_begin_to_watch_while_an_idle_step_closes(monkeypatch: pyte
         diary.watches_idle_steps = True
         return False
 
-    monkeypatch.setattr(loop.monitor._runtime.pipeline.detection, "count_unmonitored", closing)
+    monkeypatch.setattr(loop.monitor._runtime.pipeline.detectors, "count_unmonitored", closing)
     loop.go(2)
     assert diary.lines == [*_MONITORED, *_IDLE, "closed"]
 
@@ -385,3 +386,28 @@ def test_the_early_stop_of_the_documentation() -> None:
     with pytest.raises(SpikeError, match=r"0\.weight changed by less than 1 of its norm in 5 steps"):
         loop.go(20)
     assert loop.monitor.last_record.step == 5
+
+
+def test_what_acts_and_checks_goes_on_behind_the_end_of_a_tracker() -> None:
+    class Tracker:
+        def log(self, values: dict[str, float], *, step: int) -> None:
+            pass
+
+        def before_finish(self, call: Callable[[], object]) -> None:
+            self.finish = call
+
+    tracker, model = Tracker(), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model, optimizer, every=10, on_spike=gradmon.Skip(), log_to=tracker)
+    with pytest.warns(gradmon.GradmonWarning) as told:
+        for step in range(60):
+            if step < 50:
+                optimizer.zero_grad()
+            loss = model(torch.randn(8, 4)).square().mean()
+            (loss * math.nan if step == 45 else loss).backward()
+            optimizer.step()
+            if step == 40:
+                tracker.finish()
+        monitor.detach()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    assert any("Gradients are not cleared" in str(each.message) for each in told)

@@ -454,10 +454,12 @@ class DeviceRows:
         queue = device, stream_number(device)
         if queue in self._waiting and self._nbytes[queue] + tensor.nbytes > capacity:
             self._flush(queue)
+        self._buffer.expect_row(source, path)
+        copy = (
+            tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale)
+        )  # before its queue: there may be no memory
         if queue not in self._waiting:
             self._waiting[queue] = current_stream(device), []
-        self._buffer.expect_row(source, path)
-        copy = tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale)
         self._waiting[queue][1].append((copy, (source, path), columns))
         self._nbytes[queue] += copy.nbytes
         return True

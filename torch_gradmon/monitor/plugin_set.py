@@ -142,6 +142,18 @@ class PluginSet:
         message = f"{method}() of the plugin {plugin.name!r} failed, {what}; training continues"
         self._complaints.add(f"plugin:{plugin.name}", message, error)
 
+    def end_run(self) -> None:
+        """The run ends, though its loop may go on, as behind ``wandb.finish()``: built-in plugins keep their hooks, and what they know."""
+        raised: Exception | None = None
+        for plugin in self._plugins:
+            if method := plugin.on_detach if plugin in self.own else getattr(plugin, "end_run", None):
+                try:
+                    self.call_one(plugin, method)
+                except (TrainingStopped, GradmonWarning) as error:
+                    raised = raised or error
+        if raised is not None:
+            raise raised
+
     def restart(self) -> None:
         self._stopped.clear()
 

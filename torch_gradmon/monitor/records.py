@@ -659,11 +659,13 @@ class RecordPipeline:
         return begins >= pending.step + 2 if self.ranks_synchronised else pending.readback.arrival.is_ready()
 
     def enter(self, ended: int | None, open_to_late_values: bool, only_oldest: bool = False) -> None:
-        """Make the records of all steps, or of the oldest, and enter them. Waits for their values. The last record is that of step
-        ``ended``, or there is none; ``open_to_late_values``: that step is the latest, so that values may still be added to it.
+        """Make the records of all steps and enter them, or that of the oldest, whose values have come. Waits for their values. The last
+        record is that of step ``ended``, or there is none; ``open_to_late_values``: that step is the latest, so that values may still be
+        added to it.
         """
         while self.waiting:
-            self.waiting[0].readback.arrival.wait()  # interrupted here, the step is still there
+            if not only_oldest:
+                self.waiting[0].readback.arrival.wait()  # interrupted here, the step is still there
             pending = self.waiting.popleft()
             record, signals = self.factory.make(pending)
             try:

@@ -1066,6 +1066,6 @@ def at_exit(runtime: Callable[[], Runtime | None], *_keep_alive: object) -> None
         try:
             alive.leave()
         finally:  # also where a spike in the last step is raised
-            alive.lifecycle.plugins.call("on_detach")
+            alive.lifecycle.plugins.end_run()
     finally:
         alive.close()

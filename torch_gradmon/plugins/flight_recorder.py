@@ -77,6 +77,8 @@ class FlightRecorder(Plugin):
     def on_detach(self) -> None:
         self.on_rewind(0)
 
+    end_run = on_detach
+
     def _bring(self) -> list[StepRecord]:
         kept = list(self._kept)
         self._kept.clear()

@@ -376,3 +376,5 @@ class LiveDetail(Plugin):
         self.watches_idle_steps = True  # until a step opens all the same: by hand, or after attach()
         self._has_left = True
         self._note(listens=False, ended=True, waits=None)
+
+    end_run = on_detach

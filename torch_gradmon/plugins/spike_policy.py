@@ -592,6 +592,9 @@ class SpikePolicy(Plugin):
     def on_detach(self) -> None:
         self.requires_gradients = False
         self._exchange.end()
+        self.end_run()
+
+    def end_run(self) -> None:
         self._model_buffers.forget()
         self.on_rewind(0)
 

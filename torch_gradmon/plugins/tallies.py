@@ -161,8 +161,11 @@ class Check(Plugin):
     def facts(self) -> list[LoopFinding]:
         return self.tallies.facts()
 
-    def on_detach(self) -> None:
+    def end_run(self) -> None:
         self.tallies.write_facts()
+
+    def on_detach(self) -> None:
+        self.end_run()
         self._end()
 
     def _end(self) -> None:

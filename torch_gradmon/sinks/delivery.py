@@ -67,8 +67,9 @@ class Outbox:
         if self._thread is None or not self._thread.is_alive():
             # a blocked thread keeps its queue: two threads must not share one
             self._queue, self._ending = queue.Queue[Any](self._most), threading.Event()
-            self._thread = threading.Thread(target=self._work, args=(self._queue, self._ending), name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, args=(self._queue, self._ending), name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
         self._queue.put_nowait(item)
 
     @property
