@@ -16,14 +16,13 @@ from torch import nn
 import torch_gradmon as gradmon
 from tests.watching import watch_with
 from torch_gradmon.monitor.loop_hooks import IdleStretch
-from torch_gradmon.plugins import Plugin
-from torch_gradmon.plugins.loop_audit import plugin
+from torch_gradmon.plugins import Plugin, loop_audit
 
 
 @pytest.fixture(autouse=True)
 def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop is trusted after two steps already."""
-    monkeypatch.setattr(plugin, "TRUSTED", 2)
+    monkeypatch.setattr(loop_audit, "TRUSTED", 2)
 
 
 @pytest.fixture

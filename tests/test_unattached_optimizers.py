@@ -322,10 +322,10 @@ def test_a_game_of_two_of_which_one_is_watched() -> None:
 
 
 def test_nothing_is_compared_within_the_usual_count_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch_gradmon.plugins.loop_audit import checks
+    from torch_gradmon.plugins import loop_checks
 
     looks: list[int] = []
-    monkeypatch.setattr(checks._Sample, "_now", lambda sample: looks.append(1))
+    monkeypatch.setattr(loop_checks._Sample, "_now", lambda sample: looks.append(1))
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
     gradmon.watch(model, optimizer, on_spike=None)
