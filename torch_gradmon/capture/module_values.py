@@ -455,9 +455,8 @@ class DeviceRows:
         if queue in self._waiting and self._nbytes[queue] + tensor.nbytes > capacity:
             self._flush(queue)
         self._buffer.expect_row(source, path)
-        copy = (
-            tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale)
-        )  # before its queue: there may be no memory
+        # before its queue: there may be no memory
+        copy = tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale)
         if queue not in self._waiting:
             self._waiting[queue] = current_stream(device), []
         self._waiting[queue][1].append((copy, (source, path), columns))

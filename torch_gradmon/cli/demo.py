@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 import torch_gradmon as gradmon
 
+from ..analysis.diagnosis import Diagnosis
 from ..core.fence import is_disabled
 from ..sinks import JsonlSink
 from .demo_model import CharacterGPT, Sizes, corpus, draw
@@ -155,17 +156,17 @@ def demo(
         warnings.showwarning = lambda message, *_: tqdm.write(f"warning: {message}", file=sys.stderr)
         train(model, data, sizes, steps, run_dir, seed)
     with gradmon.load_run(run_dir) as run:
-        summary = summarize(run._reader, os.fspath(run_dir))
+        summary, diagnosis = summarize(run._reader, os.fspath(run_dir)), run.diagnose()
     report(console, summary)
     if svg is not None:
         Path(svg).write_text(picture(summary), encoding="utf-8")
-    _diagnose(console, run_dir)
+    _diagnose(console, run_dir, diagnosis)
     return summary
 
 
-def _diagnose(console: Console, run_dir: Path) -> None:
+def _diagnose(console: Console, run_dir: Path, diagnosis: Diagnosis) -> None:
     console.print("\nDiagnosis", style="bold cyan")
-    console.print(str(gradmon.load_run(run_dir).diagnose()), markup=False, soft_wrap=True)
+    console.print(str(diagnosis), markup=False, soft_wrap=True)
     try:
         from ..analysis.report.page import write
     except ModuleNotFoundError:

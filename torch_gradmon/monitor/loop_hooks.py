@@ -23,9 +23,10 @@ from ..capture.hooks import Handles, Hook, ModuleHook, WrappedMethod, takes_hook
 from ..core.errors import WarningLog
 from ..core.torch_modes import capture_check, is_accumulating
 from ..core.validation import inside
-from ..step.model_index import Place
+from ..step.model_index import Place, parameters_of
 from ..step.ranks import is_dtensor
 from .machine import StepsInBackward
+from .plugin_set import WATCHES
 from .steps import StepLifecycle
 
 _has_grad, _running_task = torch.is_grad_enabled, torch._C._current_graph_task_id
@@ -125,9 +126,7 @@ class IdleStretch:
         is_usual = self._forwards < self._most  # else another optimizer may step now
         is_odd = not is_usual or not module.training or get_ident() != self._thread
         is_odd = is_odd or (self._captures is not None and self._captures())
-        for plugin in self._watchers:
-            is_odd = is_odd or plugin.watches_idle_steps
-        if is_odd or state.progress.begun:
+        if is_odd or any(map(WATCHES, self._watchers)) or state.progress.begun:
             self.stop()
             return False
         if not state.is_open:
@@ -141,9 +140,7 @@ class IdleStretch:
         is_odd = not state.is_open or len(args) > 1 or bool(kwargs or state.progress.begun)
         is_odd = is_odd or getattr(optimizer, "found_inf", None) is not None
         is_odd = is_odd or (self._captures is not None and self._captures())
-        for plugin in self._watchers:
-            is_odd = is_odd or plugin.watches_idle_steps
-        if is_odd or _running_task() != -1:
+        if is_odd or any(map(WATCHES, self._watchers)) or _running_task() != -1:
             self.stop()
             return False
         state.progress.begun.add(key)
@@ -710,10 +707,6 @@ def _tensor_in(place: Place) -> int | None:
     return None if parameter is None else parameter._cdata
 
 
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 class _GradientHook(Hook):
     """Calls ``method`` with ``position`` in the first hook of each backward pass, which is none of ``tasks`` then, and in all hooks where
     optimizers may step within.
@@ -757,7 +750,7 @@ class BackwardHooks(_Reporting):
         self.uninstall()
         self._installed = places, local = list(parameters), list(local)
         # a parameter that an optimizer has and that is frozen now may thaw later in the step, as where two of them alternate
-        owned = {id(p) for optimizer in self._optimizers.alive() for p in _params(optimizer)}
+        owned = set(map(id, parameters_of(*self._optimizers.alive())))
 
         def is_trained(parameter: nn.Parameter | None) -> bool:
             if parameter is None or parameter.requires_grad:
@@ -793,7 +786,7 @@ class BackwardHooks(_Reporting):
         places, local = self._installed
         if self._tensors == [_tensor_in(place) for place in places]:
             return False
-        if all(parameter.grad is None for parameter in _params(optimizer)):
+        if all(parameter.grad is None for parameter in parameters_of(optimizer)):
             return False
         for place in places:
             if (parameter := place()) is not None:
@@ -850,7 +843,7 @@ class BackwardHooks(_Reporting):
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """The optimizer is about to step within the running backward pass."""
         if not torch.compiler.is_dynamo_compiling():
-            self._stepped_within.update(map(id, _params(optimizer)))
+            self._stepped_within.update(map(id, parameters_of(optimizer)))
             self.await_end()
 
     def await_end(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.errors import GradmonWarning, TrainingStopped, WarningLog
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # imported where an option asks for them
 _BOUNDARIES = ("on_step_open", "on_step_closing", "on_step_closed")
 #: Called in idle steps, or asked, whatever a plugin watches.
 _IN_ALL_STEPS = ("wants", "on_optimizer_step", "after_attempt", "requires_gradients")
+#: Asked in every idle step, so without a generator.
+WATCHES, _REQUIRES = attrgetter("watches_idle_steps"), attrgetter("requires_gradients")
 _HOOKS = [name for name in vars(Plugin) if not name.startswith("_") and callable(getattr(Plugin, name))]
 
 
@@ -60,6 +63,10 @@ class PluginSet:
             hook: [(p, getattr(p, hook)) for p in self._plugins if getattr(type(p), hook) is not getattr(Plugin, hook)]
             for hook in _HOOKS
         }
+        # the run ends, though its loop may go on, as behind ``wandb.finish()``: built-in plugins keep their hooks, and what they know
+        ending = [(plugin, getattr(plugin, "end_run", None)) for plugin in self._plugins if plugin not in self.own]
+        self._calls["end_run"] = [(plugin, method) for plugin, method in ending if method is not None]
+        self._calls["end_run"] += [call for call in self._calls["on_detach"] if call[0] in self.own]
         self._at_boundaries = self._with(_BOUNDARIES)
         self._in_all_steps = self._with(_IN_ALL_STEPS)
         # those that may begin to watch while steps are only counted: of the built-in ones, the one that other processes ask
@@ -87,10 +94,7 @@ class PluginSet:
     @property
     def watch_idle_steps(self) -> bool:
         """Whether any plugin watches idle steps at this moment. Cheaper than a call that finds none."""
-        for plugin in self._at_boundaries:  # noqa: SIM110 (asked in every idle step: no generator)
-            if plugin.watches_idle_steps:
-                return True
-        return False
+        return any(map(WATCHES, self._at_boundaries))
 
     def may_miss(self, steps: int) -> int:
         """How many of the next ``steps`` steps, all idle, no plugin has to see. In these none is asked for anything."""
@@ -142,18 +146,6 @@ class PluginSet:
         message = f"{method}() of the plugin {plugin.name!r} failed, {what}; training continues"
         self._complaints.add(f"plugin:{plugin.name}", message, error)
 
-    def end_run(self) -> None:
-        """The run ends, though its loop may go on, as behind ``wandb.finish()``: built-in plugins keep their hooks, and what they know."""
-        raised: Exception | None = None
-        for plugin in self._plugins:
-            if method := plugin.on_detach if plugin in self.own else getattr(plugin, "end_run", None):
-                try:
-                    self.call_one(plugin, method)
-                except (TrainingStopped, GradmonWarning) as error:
-                    raised = raised or error
-        if raised is not None:
-            raise raised
-
     def restart(self) -> None:
         self._stopped.clear()
 
@@ -174,7 +166,4 @@ class PluginSet:
 
     @property
     def requires_gradients(self) -> bool:
-        for plugin in self._plugins:  # noqa: SIM110 (asked in every idle step: no generator)
-            if plugin.requires_gradients:
-                return True
-        return False
+        return any(map(_REQUIRES, self._plugins))

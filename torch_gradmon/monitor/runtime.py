@@ -27,7 +27,7 @@ from ..spikes.detector import SpikeDetector
 from ..statistics.request import accumulator_dtype
 from ..step.active_step import Mode
 from ..step.buffer import StepBuffer
-from ..step.model_index import PLAIN_GRADIENTS, GradientSource
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource, parameters_of
 from ..step.planner import PRESETS, Planner, PresetName
 from ..step.plugin import OptimizerContext, Plugin
 from .loop_hooks import BackwardHooks, IdleStretch, ModelHooks, OptimizerHooks, ScalerHooks, is_container
@@ -83,7 +83,7 @@ class Ownership:
 
     def parameters(self, name: Hashable) -> list[Tensor]:
         optimizer = self[name]
-        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+        return [] if optimizer is None else parameters_of(optimizer)
 
     def update(self, planner: Planner) -> None:
         self._source = planner.source
@@ -1066,6 +1066,6 @@ def at_exit(runtime: Callable[[], Runtime | None], *_keep_alive: object) -> None
         try:
             alive.leave()
         finally:  # also where a spike in the last step is raised
-            alive.lifecycle.plugins.end_run()
+            alive.lifecycle.plugins.call("end_run")
     finally:
         alive.close()

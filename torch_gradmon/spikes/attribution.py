@@ -16,8 +16,7 @@ from ..core.formatting import factor_text, listed, percent, times
 from ..core.keys import ACTIVATION, ACTIVATION_GRADIENT, PARAMETER, ROOT
 from ..core.moments import Column
 from ..core.records import StatsTable, StepRecord
-from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_ZERO, MAD_TO_STD, NEAR, THRESHOLD
-from .hampel import REMEMBERED as REMEMBERED
+from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_ZERO, MAD_TO_STD, NEAR, REMEMBERED, THRESHOLD
 
 # --- usual norms ---
 

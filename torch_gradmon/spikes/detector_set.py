@@ -330,10 +330,8 @@ class DetectorSet:
                 events += spikes
                 if is_first and values and name == MAIN_SIGNAL and self.history.gradients.spoiled:
                     norm = math.sqrt(record.tables[GRADIENT].sums[Column.SQUARE_SUM])
-                    norm, limit = (
-                        math.nan if math.isfinite(norm) else norm,
-                        float(detector.rule.threshold),
-                    )  # finite: of some tensors
+                    norm = math.nan if math.isfinite(norm) else norm  # finite where some tensors alone have squares
+                    limit = float(detector.rule.threshold)
                     events.append(SpikeEvent(record.step, USED_SIGNAL, norm, math.inf, limit, f"{USED_SIGNAL} is {norm}"))
             except Exception as error:  # of a user's rule; it must not cost the record
                 self._switch_off(name, error)

@@ -14,7 +14,8 @@ from ...core.keys import SUMMARY, Key
 from ...core.records import SpikeEvent, StatsTable, StepRecord, loss_among
 from ...runs.format import identity
 from ...runs.reader import RunReader
-from ...spikes.attribution import REMEMBERED, Baseline, ParameterAttribution, ranked
+from ...spikes.attribution import Baseline, ParameterAttribution, ranked
+from ...spikes.hampel import REMEMBERED
 from ...spikes.signals import Episode, episodes, largest
 from .layer_table import gradient_source
 
