@@ -6,6 +6,7 @@ The first folder on the path has the package; everything else comes from this ch
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import statistics
 import sys
@@ -26,6 +27,7 @@ from . import rivals
 from .sets import SETS, Tensors, build, gradients
 
 NINE = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "sparsity", "nonfinite_count")
+OLDER_NAMES = {"nonfinite_count": "nonfinite"}
 SMALL = "small_1024"
 DEMO_STEPS, DEMO_FIRST = 150, 8
 #: Beyond these the audit of the loop rests in most steps.
@@ -47,7 +49,10 @@ def _nine(model: nn.Module, stack: ExitStack, kernel: str = "auto") -> rivals.Ru
     with patch.dict(os.environ, GRADMON_KERNEL=kernel):
         monitor = stack.enter_context(gradmon.ModuleMonitor(model))
     for metric in NINE:
-        monitor.add_gradient_metric(metric)
+        try:
+            monitor.add_gradient_metric(metric)
+        except ValueError:  # the name it had in older versions
+            monitor.add_gradient_metric(OLDER_NAMES[metric])
     return rivals.step_by_hand(monitor)
 
 
@@ -131,13 +136,15 @@ def demo_share() -> float:
     sizes = Sizes()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        monitor = demo.train(CharacterGPT(characters, sizes), data, sizes, DEMO_STEPS, Path(folder), 0)
-    shares = [
-        values["gradmon/overhead_fraction"]
-        for values in monitor.get_all_metrics().values()
-        if "gradmon/overhead_fraction" in values
+        demo.train(CharacterGPT(characters, sizes), data, sizes, DEMO_STEPS, Path(folder), 0)
+        records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    # in versions before 0.1 a percentage
+    percent = [
+        100 * record["gradmon/overhead_fraction"] if "gradmon/overhead_fraction" in record else record["gradmon/overhead_pct"]
+        for record in records
+        if not record.keys().isdisjoint(("gradmon/overhead_fraction", "gradmon/overhead_pct"))
     ]
-    return 100 * statistics.median(shares[DEMO_FIRST:])
+    return statistics.median(percent[DEMO_FIRST:])
 
 
 def main() -> None:
