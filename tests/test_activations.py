@@ -340,7 +340,7 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         output = self.inner(x)
-        found = [t for _, t in gradmon.capture.module_values.tensors_of(output, "") if t.is_floating_point()]
+        found = [t for _, t in gradmon.capture.hooks.tensors_of(output, "") if t.is_floating_point()]
         return sum(10 * factor * t.sum() for factor, t in zip(self.factors.values(), found, strict=True))
 
 
@@ -401,7 +401,7 @@ class Takes(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        found = [t for _, t in gradmon.capture.module_values.tensors_of([args, kwargs], "") if t.is_floating_point()]
+        found = [t for _, t in gradmon.capture.hooks.tensors_of([args, kwargs], "") if t.is_floating_point()]
         return sum((place + 1) * t.sum() for place, t in enumerate(found)) * self.weight
 
 

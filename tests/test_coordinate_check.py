@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, RefinedCoordinateCheck
-from torch_gradmon.capture.module_values import tensors_of
+from torch_gradmon.capture.hooks import tensors_of
 from torch_gradmon.core import torch_modes
 from torch_gradmon.core.keys import RCC_SOURCES, Key, format_key, parse_key
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.capture.module_values import tensors_of
+from torch_gradmon.capture.hooks import tensors_of
 
 from . import loops, oracle
 from .families import BY_NAME

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from torch_gradmon.capture.module_values import tensors_of
+from torch_gradmon.capture.hooks import tensors_of
 from torch_gradmon.capture.reference import ReferencePass, frozen_copy
 from torch_gradmon.core.errors import GradmonWarning, SpikeError, WarningLog
 from torch_gradmon.core.keys import ROOT, canonical_names

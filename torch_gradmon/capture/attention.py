@@ -31,8 +31,7 @@ from ..statistics.attention import attention_rows
 from ..statistics.request import NARROW, refusal
 from ..step.buffer import StepBuffer
 from ..step.model_index import ModelIndex
-from .compiled import wrapped_by
-from .hooks import COMPILER, is_called_by
+from .hooks import COMPILER, is_called_by, wrapped_by
 from .module_values import ModuleValues
 
 # --- A function that is replaced while somebody observes it ---

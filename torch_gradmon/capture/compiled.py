@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from ..core.records import Metric
 from ..core.torch_modes import CHECKPOINTS_WRITE_ONCE
 from ..statistics.request import accumulator_dtype, threshold
 from ..step.buffer import StepBuffer
-from ..step.model_index import wrapped_in
-from .module_values import ModuleValues, rest_of, tensors_of
+from .hooks import compiled_parts, tensors_of, unwrapped
+from .module_values import ModuleValues, rest_of
 
 _WHAT = {
     n.INPUT: "inputs",
@@ -326,38 +326,15 @@ def _add(tensor: Tensor, sums: Tensor, extremes: Tensor | None, flag: Tensor, ep
         extremes.copy_(torch.maximum(extremes, torch.where(flag, torch.stack(largest), -torch.inf)))
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside wrappers such as DDP and ``torch.compile``."""
-    *_, inner = wrapped_by(module)
-    return inner
-
-
-def wrapped_by(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and all modules that it wraps, outermost first."""
-    yield module
-    while (inner := wrapped_in(module)) is not None:
-        yield (module := inner)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    return any(True for _ in _compiled_parts(module))
-
-
 def in_graphs(module: nn.Module) -> set[int]:
     """The identities of all modules that run inside a part of ``module`` that is compiled by ``torch.compile``."""
-    return {id(inner) for part in _compiled_parts(module) for inner in part.modules()}
-
-
-def _compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
-    for part in module.modules():
-        if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
-            yield part
+    return {id(inner) for part in compiled_parts(module) for inner in part.modules()}
 
 
 def alike(module: nn.Module) -> list[list[nn.Module]]:
     """Modules at the same place of parts of one class that are compiled one by one, and so share a graph if they have the same hooks."""
     seats: dict[tuple[type[nn.Module], str], list[nn.Module]] = {}
-    for part in _compiled_parts(module):
+    for part in compiled_parts(module):
         whole = unwrapped(part)
         for name, inner in whole.named_modules():
             seats.setdefault((type(whole), name), []).append(inner)

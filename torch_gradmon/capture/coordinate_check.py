@@ -19,10 +19,9 @@ from ..core.torch_modes import outside_dispatch_modes
 from ..statistics.request import refusal
 from ..step.buffer import StepBuffer
 from ..step.model_index import ModelIndex
-from .compiled import is_compiled
-from .hooks import COMPILER, Handles, PassTracker, is_called_by, takes_hooks
+from .hooks import COMPILER, Handles, PassTracker, is_called_by, is_compiled, takes_hooks, tensors_of
 from .measurer import Measurer, untouched_rng
-from .module_values import rest_of, tensors_of
+from .module_values import rest_of
 from .reference import Note, ReferencePass, ReplayedForward, first_of
 
 # --- The terms of the check for one call of one module ---

@@ -8,21 +8,21 @@ feed the monitor, and a saved module loads without torch_gradmon.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..core import torch_modes
-from ..core.torch_modes import BareState, capture_check, is_exporting, is_traced
-from ..step.model_index import Place
-from .module_values import tensors_of
+from ..core.torch_modes import BareState, capture_check, ending, is_exporting, is_traced
+from ..step.model_index import Place, wrapped_in
 
 #: The module that calls a model compiled by ``torch.compile``.
 COMPILER = "torch._dynamo.eval_frame"
@@ -48,6 +48,29 @@ def compiled_graphs() -> int:
 def takes_hooks(module: nn.Module) -> bool:
     """Whether ``module`` accepts Python hooks; a module of TorchScript does not."""
     return not isinstance(module, torch.jit.ScriptModule)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside wrappers such as DDP and ``torch.compile``."""
+    *_, inner = wrapped_by(module)
+    return inner
+
+
+def wrapped_by(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and all modules that it wraps, outermost first."""
+    yield module
+    while (inner := wrapped_in(module)) is not None:
+        yield (module := inner)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return any(True for _ in compiled_parts(module))
+
+
+def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
+    for part in module.modules():
+        if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
+            yield part
 
 
 class Hook:
@@ -252,6 +275,37 @@ def _replace(hooks: Any, items: list[tuple[int, Any]]) -> None:
     hooks.update(items)
 
 
+# --- The tensors inside inputs and outputs of modules, each with its path ---
+
+#: Levels of nested containers that are searched.
+DEPTH = 4
+
+
+def tensors_of(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor inside ``value`` with its path: ``path[0]`` for sequences and integer keys, ``path.key`` for others and dataclasses."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif depth < DEPTH:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                yield from tensors_of(item, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}", depth + 1)
+        elif isinstance(value, (tuple, list)):
+            for index, item in enumerate(value):
+                yield from tensors_of(item, f"{path}[{index}]", depth + 1)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                yield from tensors_of(getattr(value, field.name, None), f"{path}.{field.name}", depth + 1)
+
+
+def copied(value: Any) -> Any:
+    """``value`` with lists, tuples, dicts and tensors copied recursively. Does not synchronise."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 # --- Which calls of a model and its parts are training: not those of evaluation, recomputation or a pause ---
 
 
@@ -265,7 +319,11 @@ class PassTracker:
     has reached the inputs or outputs of such a call.
     """
 
+    _last_called: ClassVar[object] = None  # the sign of the tracker whose root was called last, in any thread
+
     def __init__(self) -> None:
+        self.handled = id(sys.exc_info()[1])  # the exception that the script handled when it called the root
+        self._sign = PassTracker._last_called = object()
         self.root_trains: bool | None = None  # whether the running forward of the root is training; None while none is running
         self.forward_seen = False  # the root was ever called
         self.is_paused = False  # nothing is measured; :attr:`paused` knows more
@@ -299,6 +357,7 @@ class PassTracker:
 
     def root_began(self, module: nn.Module) -> bool:
         """Start a forward of the root. Returns whether it is training."""
+        self._note_call()
         self.builds_graph = torch.is_grad_enabled()
         self.root_trains = self.trains(module)
         self.forward_seen = True
@@ -311,11 +370,19 @@ class PassTracker:
 
     def training_began(self, end_is_seen: bool) -> None:
         """The root's training forward began, which its own hook may have missed; ``end_is_seen``: a hook will see its end."""
+        self._note_call()
         self.forward_seen = True
         if not self.counts_eval:
             self._root_trained, self.awaits_part = True, False
         if end_is_seen:
             self.root_trains = True
+
+    def _note_call(self) -> None:
+        self.handled, PassTracker._last_called = id(sys.exc_info()[1]), self._sign
+
+    def ending(self) -> str:
+        """The exception that ends the training now, as text; empty without one."""
+        return ending(self.handled, is_last=PassTracker._last_called is self._sign)
 
     @property
     def in_training(self) -> bool:

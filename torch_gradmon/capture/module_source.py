@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, MutableSet, Sequence, Set
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,24 @@ from ..core import keys as n
 from ..core.fence import Fence
 from ..core.keys import canonical_names
 from ..core.records import Metric
-from ..core.torch_modes import TELLS_EXPORT, ending, is_in_backward, outside_dispatch_modes, running_calls, will_run
+from ..core.torch_modes import TELLS_EXPORT, is_in_backward, outside_dispatch_modes, running_calls, will_run
 from ..step.buffer import StepBuffer
 from ..step.model_index import ModelIndex
-from .compiled import SHARES_GRAPH, CompiledHooks, alike, in_graphs, is_compiled, wrapped_by
-from .hooks import Handles, Hook, ModuleHook, PassTracker, compiled_graphs, takes_hooks
+from .compiled import SHARES_GRAPH, CompiledHooks, alike, in_graphs
+from .hooks import (
+    Handles,
+    Hook,
+    ModuleHook,
+    PassTracker,
+    compiled_graphs,
+    is_compiled,
+    takes_hooks,
+    tensors_of,
+    wrapped_by,
+)
 from .loss_graph import notes_of
 from .measurer import Measurer
-from .module_values import ModuleValues, tensors_of
+from .module_values import ModuleValues
 
 if TYPE_CHECKING:  # imported where they are asked for
     from .attention import AttentionRecorder
@@ -484,12 +494,8 @@ class ModuleSource:
     recomputation in activation checkpointing are not training.
     """
 
-    _last_called: ClassVar[object] = None  # the sign of the source whose root was called last, in any thread
-
-    def __init__(self, measurer: Measurer, fence: Fence) -> None:
-        self._handled = id(sys.exc_info()[1])  # the exception that the script handled when it called the root
-        self._sign = ModuleSource._last_called = object()
-        self._measurer, self._fence, self.passes = measurer, fence, PassTracker()
+    def __init__(self, measurer: Measurer, fence: Fence, passes: PassTracker) -> None:
+        self._measurer, self._fence, self.passes = measurer, fence, passes
         self.values = ModuleValues(measurer)
         self._calls = ModuleCalls(measurer, fence, self.passes, self.values)
         # what few programs ask for
@@ -510,14 +516,14 @@ class ModuleSource:
     def connect(
         self,
         inverse_scale: Callable[[], Tensor | None],
-        opening: Callable[[nn.Module], object] = lambda _: None,
-        part_called: Callable[[nn.Module], object] = lambda _: None,
-        awaited: MutableSet[int] | None = None,
+        opening: Callable[[nn.Module], object],
+        part_called: Callable[[nn.Module], object],
+        awaited: MutableSet[int],
     ) -> None:
         """Connect with the loop: what to call with the root before anything else, and with a part that runs while no step is open;
         ``awaited``: backward passes that have reached a parameter, until they end.
         """
-        self._opening, self._awaited = opening, set() if awaited is None else awaited
+        self._opening, self._awaited = opening, awaited
         self._calls.inverse_scale, self._calls.on_part = inverse_scale, part_called
 
     # --- what few programs ask for ---------------------------------------------------------------------------------------------
@@ -549,11 +555,10 @@ class ModuleSource:
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
-    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
-        """``by_hand``: the loop has begun the step explicitly. Where nothing is due and no module has a hook, no more is called in it."""
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
+        """Where nothing is due and no module has a hook, no more is called in this step."""
         self._step, self._buffer, self.was_trained = (buffer, metrics, inventory), None, False
         passes = self.passes
-        passes.by_hand = by_hand
         if metrics or self._awaited or self.hooks.on_root or passes.is_open or passes.missed or self.hooks.graphs.traced:
             self._begin_measuring()
 
@@ -786,7 +791,6 @@ class ModuleSource:
         self.hooks.leave_fusible()
         trains = self.passes.root_began(module)
         self.was_trained |= trains
-        self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
         self._has_forward |= len(self._calls.places) > 0  # of parts that were called directly
         self._calls.forward_began()
         if self._buffer is None or self.passes.paused or not trains:
@@ -819,7 +823,7 @@ class ModuleSource:
         if torch._C._current_graph_task_id() != -1:  # a recomputation
             return
         self._leave_root()
-        if trains and id(sys.exc_info()[1]) != self._handled:
+        if trains and id(sys.exc_info()[1]) != self.passes.handled:
             self._drop(_OF_PASSES, is_alone=not self._has_forward)
         else:
             self._has_forward |= trains
@@ -837,15 +841,6 @@ class ModuleSource:
             self._attention.leave()
         if self._check is not None:
             self._check.leave()
-
-    def ending(self) -> str:
-        """The exception that ends the training now, as text; empty without one."""
-        return ending(self._handled, is_last=ModuleSource._last_called is self._sign)
-
-    def training_began(self) -> None:
-        """The root's training forward began; its own hook may have been installed too late to see it."""
-        self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
-        self.passes.training_began(end_is_seen=self.hooks.on_root)
 
 
 def _stays(reference: ReferencePass | None, metrics: Iterable[Metric]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import weakref
 from collections import Counter
@@ -26,37 +25,8 @@ from ..statistics.eager import SMALL
 from ..statistics.request import NARROW, accumulator_dtype, is_plain, refusal, threshold
 from ..step.buffer import StepBuffer
 from ..step.plan import PARTICIPATION_RATIO, BuiltIn, ViewGroup, blocks_of, view_group
+from .hooks import tensors_of
 from .measurer import Measurer, unscaled, untouched_rng
-
-# --- The tensors inside inputs and outputs of modules, each with its path ---
-
-#: Levels of nested containers that are searched.
-DEPTH = 4
-
-
-def tensors_of(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor inside ``value`` with its path: ``path[0]`` for sequences and integer keys, ``path.key`` for others and dataclasses."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif depth < DEPTH:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                yield from tensors_of(item, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}", depth + 1)
-        elif isinstance(value, (tuple, list)):
-            for index, item in enumerate(value):
-                yield from tensors_of(item, f"{path}[{index}]", depth + 1)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            for field in dataclasses.fields(value):
-                yield from tensors_of(getattr(value, field.name, None), f"{path}.{field.name}", depth + 1)
-
-
-def copied(value: Any) -> Any:
-    """``value`` with lists, tuples, dicts and tensors copied recursively. Does not synchronise."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def rest_of(path: str, name: str, taken: Container[str]) -> str:
@@ -227,7 +197,6 @@ class DeadUnits:
 
 #: Marks the metric, whose :class:`DeadUnits` outlive a call.
 DEAD = ForModule(lambda _: "it is measured for outputs of modules only")
-#: Built-in metrics of inputs, and of outputs too.
 INPUT_BUILT_INS = {
     PARTICIPATION_RATIO: BuiltIn(
         "1",
@@ -236,7 +205,6 @@ INPUT_BUILT_INS = {
         module="histogram",
     )
 }
-#: Built-in metrics of outputs, in addition to the views of statistics.
 ACTIVATION_BUILT_INS = {
     "dead": BuiltIn(
         "share", f"units with |output| <= zero_threshold for every sample of the last {WINDOW} monitored steps", DEAD
@@ -312,8 +280,10 @@ def _of_terms(subject: str) -> dict[str, BuiltIn]:
     }
 
 
-#: Built-in metrics by source.
-RCC_BUILT_INS = {
+#: Built-in metrics by source, in addition to the views of statistics.
+MODULE_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
+    n.ACTIVATION: ACTIVATION_BUILT_INS,
+    n.INPUT: INPUT_BUILT_INS,
     n.RCC_UPDATE: _of_terms("what the change of the weights does to the output, f(x_t; W_t) - f(x_t; W_0)"),
     n.RCC_PROPAGATED: _of_terms(
         "what the change of the input does to the output at the first weights, f(x_t; W_0) - f(x_0; W_0)"

@@ -25,10 +25,8 @@ from ..core.fence import Fence
 from ..core.keys import canonical_names
 from ..core.torch_modes import SharedContext, autocast_cache_kept, copied_module, outside_dispatch_modes, untouched_generators
 from ..statistics.request import PLAIN, refusal
-from .compiled import is_compiled
-from .hooks import Handles, ModuleHook, PassTracker, takes_hooks
+from .hooks import Handles, ModuleHook, PassTracker, is_compiled, takes_hooks, tensors_of
 from .measurer import untouched_rng
-from .module_values import tensors_of
 
 # --- A call without side effects ---
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..capture.measurer import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS, Measurer
-from ..capture.module_values import ACTIVATION_BUILT_INS, INPUT_BUILT_INS, RCC_BUILT_INS
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import WarningLog, display
@@ -27,8 +26,8 @@ from ..plugins.reactions import Policy, Rollback, policy_of
 from ..plugins.setup_check import SetupCheck, compiled
 from ..spikes.detector_set import DetectorSet
 from ..statistics.dispatch import Statistics, kernel_choice
-from ..step.plan import VIEW_BUILT_INS, Registry
-from ..step.planner import ExchangePolicy, Planner
+from ..step.plan import VIEW_BUILT_INS, BuiltIn, Registry
+from ..step.planner import OF_MODULES, ExchangePolicy, Planner
 from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import LayerSelection
@@ -140,7 +139,7 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
         factory, detectors, history, directory, publisher, plugins, _on_spike(options), exchange, fence, is_muted
     )
     state = StepState()
-    values = ValueLog(state, fence, LateValues(state, pipeline, built_in.recorder), exchange, captures.modules.passes)
+    values = ValueLog(state, fence, LateValues(state, pipeline, built_in.recorder), exchange, captures.passes)
     publisher.of_trainer = values.of_trainer
     cadence = Cadence(options.is_step_monitored, plugins, options.interval)
     planning = StepPlanning(state, planner, captures, exchange, factory, cadence, fence)
@@ -230,12 +229,16 @@ def _check_replicas(
     plugin.context = MonitorContext(alive.lifecycle, plugin)
 
 
+def _built_ins(source: str) -> dict[str, BuiltIn]:
+    """The built-in metrics of a source, by name."""
+    more = {n.UPDATE: UPDATE_BUILT_INS, n.OPTIMIZER: OPTIMIZER_BUILT_INS}
+    if source in OF_MODULES:
+        from ..capture.module_values import MODULE_BUILT_INS as more  # most programs ask for nothing of modules
+    return {**VIEW_BUILT_INS.get(source, {}), **more.get(source, {})}
+
+
 def _planner(options: MonitorOptions, model: nn.Module | None) -> Planner:
-    outputs = {**VIEW_BUILT_INS[n.ACTIVATION], **ACTIVATION_BUILT_INS}
-    updates = {**VIEW_BUILT_INS[n.UPDATE], **UPDATE_BUILT_INS}
-    inputs = {**VIEW_BUILT_INS[n.INPUT], **INPUT_BUILT_INS}
-    own = {n.ACTIVATION: outputs, n.INPUT: inputs, n.UPDATE: updates, n.OPTIMIZER: OPTIMIZER_BUILT_INS}
-    registry = Registry({**VIEW_BUILT_INS, **RCC_BUILT_INS, **own})
+    registry = Registry(_built_ins)
     excluded = compiled("excluded_modules_regex", options.excluded_modules_regex)
     distinct = compiled("distinct", options.ranks.distinct)
     planner = Planner(registry, excluded, options.format_module_name_fn, distinct, options.gradient_source, options.checked.fit)

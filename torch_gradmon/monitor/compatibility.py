@@ -197,7 +197,8 @@ class RefinedCoordinateCheck:
         Raises:
             ValueError: no training forward was seen in this step.
         """
-        if self._monitor.is_monitoring() and self._monitor._runtime.captures.modules.awaits_check:
+        modules = self._monitor._runtime.captures.modules
+        if modules is not None and modules.awaits_check and self._monitor.is_monitoring():
             raise ValueError(
                 f"no forward of the model was seen in step {self._monitor.current_step}; call refined_coordinate_check() after one in "
                 "training mode"

@@ -934,7 +934,7 @@ class ModelHooks(_Reporting):
         if self._optimizers.may_skip and loop is not None and module.training and _running_task() == -1:
             loop.moves_buffers(module)
         if self._forward_began(module, by_own_hook) and by_own_hook and loop is not None:
-            loop.lifecycle.captures.modules.training_began()
+            loop.lifecycle.captures.training_began()
 
     def _forward_began(self, module: nn.Module, counts: bool) -> bool:
         """Report a training forward, and no evaluation or recomputation; whether it is one. ``counts``: nothing else reports it."""

@@ -36,13 +36,14 @@ class ManualLoop:
 
     @fenced
     def capture_activation(self, name: str, activations: Any) -> None:
-        self.runtime.captures.modules.capture(name, activations)
+        if (modules := self.runtime.captures.modules) is not None:
+            modules.capture(name, activations)
 
     @fenced
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure one call of attention, unless the monitor has recognised it."""
         with outside_dispatch_modes():
-            self.runtime.captures.modules.report_attention(
+            self.runtime.captures.needed_modules().report_attention(
                 name, named, {"query": named["query"], "key": named["key"], **arguments}
             )
 

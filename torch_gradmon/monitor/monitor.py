@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..capture.compiled import unwrapped
+from ..capture.hooks import unwrapped
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display, nearest
@@ -253,7 +253,7 @@ class ModuleMonitor:
     @property
     def reference_module(self) -> nn.Module | None:
         """The reference module, without wrappers of DDP and torch.compile."""
-        reference = self._runtime.captures.modules.reference
+        reference = self._runtime.reference
         return None if reference is None else reference.module
 
     def set_reference_module(self, module: nn.Module | Literal["init"]) -> None:
@@ -295,7 +295,7 @@ class ModuleMonitor:
 
     def has_reference_module(self) -> bool:
         """Whether a reference module is set."""
-        return bool(self._runtime.captures.modules.reference)
+        return bool(self._runtime.reference)
 
     # --- metrics -------------------------------------------------------------------------------------------------------------
 

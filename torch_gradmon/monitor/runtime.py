@@ -37,6 +37,7 @@ from .steps import StepLifecycle, link, linkable
 from .values import OverflowLog
 
 if TYPE_CHECKING:
+    from ..capture.reference import ReferencePass
     from ..core.loop_mistakes import LoopFinding
 
 # --- Which optimizer has which parameters, and by what their gradients are scaled ---
@@ -147,13 +148,17 @@ class StepMeasurement:
         self._lifecycle, self._captures, self._ownership = loop.lifecycle, loop.lifecycle.captures, loop.ownership
         self._optimizer_hooks, self._backward, self._scaler = loop.optimizer_hooks, loop.backward_hooks, loop.scaler_hooks
         self._complaints = loop.fence.complaints
-        # the machine asks these two of the sources themselves
-        self.backward_ended, self.release_gradients = self._captures.modules.backward_ended, self._captures.gradients.release
+        # the machine asks this of the source itself
+        self.release_gradients = self._captures.gradients.release
         self._accumulated: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}  # a gradient of an optimizer, and its version
 
     def _positions(self, optimizer: Hashable, with_unowned: bool) -> list[int]:
         own = self._ownership.owned.get(optimizer, [])
         return sorted([*own, *self._ownership.unowned]) if with_unowned else own
+
+    def backward_ended(self) -> None:
+        if self._captures.modules is not None:
+            self._captures.modules.backward_ended()
 
     def inverse_scale(self) -> Tensor | None:
         """The factor that unscales gradients inside the model at this moment."""
@@ -302,7 +307,8 @@ class StepMeasurement:
     def forget_scaled(self, reason: str) -> None:
         """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
         self._captures.gradients.drop_scaled(reason)
-        self._captures.modules.drop_scaled(reason)
+        if self._captures.modules is not None:
+            self._captures.modules.drop_scaled(reason)
         self._tell_missing("scaler", reason)
 
     def _tell_missing(self, key: str, reason: str) -> None:
@@ -797,13 +803,17 @@ class Runtime:
     def set_reference(self, module: nn.Module | None, follows: bool) -> None:
         """Compare with ``module`` from now on; ``follows`` keeps it in the mode of the watched model."""
         if module is not None:
-            self.captures.modules.needed_reference().set(module, self.planner.rename, follows)
-        elif self.captures.modules.reference is not None:
-            self.captures.modules.reference.remove()
-        reference = self.captures.modules.reference
+            self.captures.needed_modules().needed_reference().set(module, self.planner.rename, follows)
+        elif self.reference is not None:
+            self.reference.remove()
+        reference = self.reference
         self.captures.parameters.reference = {} if reference is None else reference.parameters
         self.planner.changed()
         self.replan()
+
+    @property
+    def reference(self) -> ReferencePass | None:
+        return None if self.captures.modules is None else self.captures.modules.reference
 
     def replan(self) -> None:
         self.lifecycle.planning.replan(self.lifecycle.active, drop_hooks=False)
@@ -1000,7 +1010,7 @@ class Runtime:
             lifecycle.plugins.restart()
             lifecycle.plugins.call("on_attach", module, optimizers)
             planning.installed_for = None
-            self.captures.modules.connect(
+            self.captures.connect(
                 loop.measurement.inverse_scale, loop.model_hooks.root_called, loop.part_called, loop.backward_hooks.awaited
             )
             # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
@@ -1011,9 +1021,10 @@ class Runtime:
         lifecycle, planning = self.lifecycle, self.lifecycle.planning
         lifecycle.values.follow(False)
         planning.uninstall()
-        self.captures.modules.remove()
-        if self.captures.modules.reference is not None:
-            self.captures.modules.reference.forget()
+        if self.captures.modules is not None:
+            self.captures.modules.remove()
+        if self.reference is not None:
+            self.reference.forget()
         if self.loop is not None:
             self.named_scaler = self.loop.scaler
             self.loop.remove_hooks()
@@ -1033,7 +1044,7 @@ class Runtime:
             scaler = None if (alive := runtime()) is None else alive.scaler
             return None if (scale := scale_of(scaler)) is None else reciprocal(scale)
 
-        self.captures.modules.connect(inverse_scale)
+        self.captures.connect(inverse_scale)
 
     def leave(self) -> None:
         """End the step in flight, or drop it if it is unfinished, and take what is recorded."""
@@ -1055,7 +1066,7 @@ class Runtime:
 
     def close(self) -> None:
         """Close everything that is open; what comes later opens it again."""
-        self.pipeline.close(self.captures.modules.ending())
+        self.pipeline.close(self.captures.passes.ending())
 
 
 def at_exit(runtime: Callable[[], Runtime | None], *_keep_alive: object) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, MutableSet, Set
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..capture.gradients import GradientCapture, ParameterCapture
+from ..capture.hooks import PassTracker
 from ..capture.measurer import Measurer
-from ..capture.module_source import ModuleSource
 from ..core.fence import Fence
 from ..core.torch_modes import Unsaved, outside_dispatch_modes, rng_states, unsaved_of
 from ..step.active_step import IDLE, ActiveStep, Mode, RecordedStep
@@ -26,6 +26,10 @@ from .machine import StepState
 from .plugin_set import PluginSet
 from .records import RecordFactory, RecordPipeline
 from .values import ValueLog
+
+if TYPE_CHECKING:
+    from ..capture.module_source import ModuleSource
+    from ..core.records import Metric
 
 # --- Which steps are monitored: those that the script asks for, as the plugins change it ---
 
@@ -74,18 +78,74 @@ class Cadence:
 
 
 class Captures:
-    """All sources of one monitor: gradients, parameters with their updates, and what modules take and return."""
+    """All sources of one monitor: gradients, parameters with their updates, and, once they are asked for, what modules take and return."""
 
     def __init__(self, measurer: Measurer, fence: Fence, update_sample: int | re.Pattern[str] | None) -> None:
-        self.measurer = measurer
+        self.measurer, self._fence = measurer, fence
         self.gradients = GradientCapture(measurer)
         self.parameters = ParameterCapture(measurer, update_sample)
-        self.modules = ModuleSource(measurer, fence)
+        self.passes = PassTracker()
+        self.modules: ModuleSource | None = None
+        self._connected: tuple[Any, ...] = ()
+        self._step: tuple[StepBuffer, tuple[Metric, ...], ModelIndex] | None = None  # the open one
+
+    def connect(
+        self,
+        inverse_scale: Callable[[], Tensor | None],
+        opening: Callable[[nn.Module], object] = lambda _: None,
+        part_called: Callable[[nn.Module], object] = lambda _: None,
+        awaited: MutableSet[int] | None = None,
+    ) -> None:
+        """Connect what measures modules with the loop, see :meth:`ModuleSource.connect`."""
+        self._connected = inverse_scale, opening, part_called, set() if awaited is None else awaited
+        if self.modules is not None:
+            self.modules.connect(*self._connected)
+
+    def needed_modules(self) -> ModuleSource:
+        if self.modules is None:
+            from ..capture.module_source import ModuleSource  # most programs ask for nothing of modules
+
+            self.modules = ModuleSource(self.measurer, self._fence, self.passes)
+            self.modules.connect(*self._connected)
+            if self._step is not None:
+                self.modules.begin(*self._step)
+        return self.modules
+
+    def begin(self, active: ActiveStep, index: ModelIndex, by_batch: bool, by_hand: bool) -> None:
+        """``by_batch``: the gradients of each micro-batch too; ``by_hand``: the loop has begun the step explicitly."""
+        assert active.buffer is not None
+        self.gradients.begin(active.buffer, active.plans, index, by_batch)
+        self.parameters.begin(active.buffer, active.plans, index)
+        self.passes.by_hand = by_hand
+        modules, self._step = self.modules, (active.buffer, active.due, index)
+        if modules is not None:
+            modules.begin(*self._step)
+        elif active.due:
+            self.needed_modules()
+        else:
+            self.passes.is_open = False
 
     def end(self) -> None:
         self.gradients.end()
         self.parameters.end()
-        self.modules.end()
+        self._step = None
+        if self.modules is not None:
+            self.modules.end()
+
+    def stop_recording(self) -> None:
+        """Nothing is measured in this step."""
+        if self.modules is not None:
+            self.modules.set_recording(False)
+        self.passes.is_open = self.passes.missed = False
+
+    def pause(self, is_paused: bool) -> None:
+        if self.modules is not None:
+            self.modules.pause(is_paused)
+        self.passes.is_paused = is_paused
+
+    def training_began(self) -> None:
+        """The root's training forward began; its own hook may have been installed too late to see it."""
+        self.passes.training_began(end_is_seen=self.modules is not None and self.modules.hooks.on_root)
 
 
 # --- Links from modules to their monitor ---
@@ -182,9 +242,7 @@ class StepPlanning:
             captures.measurer.ranks.count_at(index.homes)
         buffer.used.update(index.foreign)  # their ranks use them
         by_batch = planner.measures_each_batch and is_monitored
-        captures.gradients.begin(buffer, active.plans, index, by_batch)
-        captures.parameters.begin(buffer, active.plans, index)
-        captures.modules.begin(buffer, active.due, index, self.state.is_manual)
+        captures.begin(active, index, by_batch, self.state.is_manual)
         self.install(on_modules=is_monitored)
 
     def random_states(self) -> dict[str, Tensor]:
@@ -199,14 +257,15 @@ class StepPlanning:
             return
         if self.loop is not None and not (self.installed_for and self.installed_for[1]) and self.would_measure(step):
             self.install()  # the first thing seen of the next step may be its backward pass
-        if modules.hooks.graphs.traced:  # or its forward, in a compiled graph
+        if modules is not None and modules.hooks.graphs.traced:  # or its forward, in a compiled graph
             modules.set_recording(self.would_measure(step))
         elif may_rest and state.is_plain and step - 1 == state.clock.step and (steps := self.cadence.idle_ahead(step)) > 0:
             self._rest(steps)
 
     def _rest(self, steps: int) -> None:
         """The next ``steps`` steps are idle: only count them, if no hook is registered but those that every step needs."""
-        if self.loop is not None and self.is_bare and not self.captures.modules.hooks.on_root and self.loop.is_plain:
+        modules = self.captures.modules
+        if self.loop is not None and self.is_bare and not (modules and modules.hooks.on_root) and self.loop.is_plain:
             self.loop.stretch.begin(steps)
 
     def replan(self, active: ActiveStep | None, drop_hooks: bool) -> None:
@@ -214,7 +273,7 @@ class StepPlanning:
         self.wake()
         if drop_hooks:
             self.uninstall()
-            if self.captures.modules.hooks.has_hooks:  # where they may not all go
+            if self.captures.modules is not None and self.captures.modules.hooks.has_hooks:  # where they may not all go
                 self._install_on_modules()
         elif self.loop is not None:
             if active is not None and active.is_monitored:
@@ -247,19 +306,21 @@ class StepPlanning:
         """By the plan as it is now."""
         planner, module = self.planner, self.planner.module
         if module is not None and planner.inventory is not None:
-            metrics, self.is_bare = planner.module_metrics(), False
-            self.captures.modules.install(module, planner.inventory, metrics, planner.version, bool(linkable(module)))
+            metrics, self.is_bare, is_linked = planner.module_metrics(), False, bool(linkable(module))
+            if metrics or is_linked or self.captures.modules is not None:
+                self.captures.needed_modules().install(module, planner.inventory, metrics, planner.version, is_linked)
 
     def _uninstall_from_modules(self) -> None:
-        if self.captures.modules.has_removable_hooks:
-            self.captures.modules.uninstall(self.planner.module_metrics())
+        modules = self.captures.modules
+        if modules is not None and modules.has_removable_hooks:
+            modules.uninstall(self.planner.module_metrics())
 
     def uninstall(self) -> None:
         self.installed_for = None
         self._uninstall_from_modules()
         if self.loop is not None:
             self.loop.backward_hooks.uninstall()
-        self.is_bare = not self.captures.modules.hooks.measures
+        self.is_bare = self.captures.modules is None or not self.captures.modules.hooks.measures
 
     def groups(self) -> list[tuple[str, frozenset[str]]]:
         index = self.planner.inventory
@@ -359,7 +420,7 @@ class StepLifecycle:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        before = self.captures.modules.passes.paused
+        before = self.captures.passes.paused
         self._pause(True)
         try:
             yield
@@ -367,7 +428,7 @@ class StepLifecycle:
             self._pause(before)
 
     def _pause(self, is_paused: bool) -> None:
-        self.captures.modules.pause(is_paused)
+        self.captures.pause(is_paused)
         self.state.is_paused = is_paused
         self.planning.wake()
         self.plugins.tell_audit("on_pause", is_paused)
@@ -376,7 +437,10 @@ class StepLifecycle:
 
     def seal(self, step: int) -> None:
         """``step`` is about to open: nothing more can be added to the last one."""
-        self._had_root_inputs = self.captures.modules.hooks.on_root_inputs  # what the step needs may be registered with it
+        modules = self.captures.modules
+        self._had_root_inputs = (
+            modules is not None and modules.hooks.on_root_inputs
+        )  # what the step needs may be registered with it
         built_in = self.plugins.built_in
         if built_in.detail.watches_idle_steps:
             self.plugins.call_one(built_in.detail, built_in.detail.before_step, step)
@@ -406,22 +470,23 @@ class StepLifecycle:
         """Begin ``step``; ``is_tentative``: a call in evaluation mode opens it; ``hides_forward``: no hook saw its forward."""
         self.planning.wake()
         active = self.active = ActiveStep(step, self.state.clock.stride)
-        modules = self.captures.modules
+        passes = self.captures.passes
         active.mode = self.planning.mode_of(step)
         is_idle = active.mode is IDLE
         self.values.late.tags.begin(is_kept=not is_idle)
         if not is_idle or self.plugins.watch_idle_steps:
             self.plugins.call("on_step_open", active, is_idle=is_idle)
         if is_idle:
-            if modules.passes.is_open or modules.passes.missed:
-                modules.set_recording(False)
+            if passes.is_open or passes.missed:
+                self.captures.stop_recording()
             if not self.planning.is_bare:
                 self.planning.uninstall()
         else:
             self.planning.prepare(active)
-            if not (self._had_root_inputs or hides_forward or self.state.is_manual) and modules.hooks.on_root_inputs:
+            modules, is_missed = self.captures.modules, not (self._had_root_inputs or hides_forward or self.state.is_manual)
+            if is_missed and modules is not None and modules.hooks.on_root_inputs:
                 modules.root_inputs_missed()
-        modules.passes.counts_eval = modules.passes.is_tentative = is_tentative
+        passes.counts_eval = passes.is_tentative = is_tentative
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
 
     def pass_idle(self, step: int) -> None:
@@ -430,11 +495,11 @@ class StepLifecycle:
 
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""
-        self.captures.modules.passes.is_tentative = False
+        self.captures.passes.is_tentative = False
         self.values.take_early()
 
     def count_eval(self) -> None:
-        self.captures.modules.passes.counts_eval = True
+        self.captures.passes.counts_eval = True
 
     def release(self) -> None:
         """What was logged since an undecided call belongs to the last step."""
@@ -451,7 +516,7 @@ class StepLifecycle:
         active, loop = self.active, self.planning.loop
         if not self.plugins.has("before_optimizer_step") or active is None or loop is None:
             return False
-        if active.buffer is None or self.captures.modules.passes.paused:
+        if active.buffer is None or self.captures.passes.paused:
             return False
         context = loop.context_of(optimizer, done, overflowed, is_overflowed)
         try:
@@ -547,7 +612,7 @@ class StepLifecycle:
             self._cost.step_closed()
         planning = self.planning
         buffer, inventory, found = self._take(active, tags)
-        evaluate = self.captures.modules.values.evaluator() if active.due else None
+        evaluate = self.captures.needed_modules().values.evaluator() if active.due else None
         readback = buffer.start_readback()
         self.plugins.call("annotate", active)
         groups = planning.groups() if self.pipeline.factory.layers.choice == "blocks" else []
@@ -563,7 +628,8 @@ class StepLifecycle:
         active, inventory = self.active, self.planning.planner.inventory
         if active is None:
             return
-        self.captures.modules.set_aside()
+        if self.captures.modules is not None:
+            self.captures.modules.set_aside()
         part = active.set_aside()
         if active.buffer is not None and inventory is not None:
             active.buffer.used.update(inventory.foreign)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..capture.hooks import PassTracker
-from ..capture.module_values import copied
+from ..capture.hooks import PassTracker, copied
 from ..core.errors import GradmonWarning
 from ..core.fence import Fence
 from ..core.keys import Key

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from ..capture.compiled import unwrapped
+from ..capture.hooks import unwrapped
 from ..core import validation as check
 from ..core.errors import TrainingStopped, warn_user
 from ..core.keys import Pattern

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..capture.hooks import Handles, Hook, ModuleHook, takes_hooks
+from ..capture.hooks import Handles, Hook, ModuleHook, takes_hooks, tensors_of
 from ..capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes_of
-from ..capture.module_values import tensors_of
 from ..core.keys import SUMMARY, Key
 from ..core.records import EXPECTATION, NON_FINITE_INPUT, StepRecord, loss_in
 from ..core.torch_modes import outside_dispatch_modes, will_run

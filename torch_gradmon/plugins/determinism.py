@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..capture.compiled import unwrapped
+from ..capture.hooks import unwrapped
 from ..capture.measurer import untouched_rng
 from ..core import torch_modes
 from ..core import validation as check

@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..capture.compiled import is_compiled
-from ..capture.hooks import compiled_graphs
+from ..capture.hooks import compiled_graphs, is_compiled
 from ..core import keys as n
 from ..core.errors import GradmonWarning
 from ..core.records import Metric

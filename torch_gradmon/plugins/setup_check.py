@@ -19,8 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..capture.hooks import Handles, Hook, ModuleHook
-from ..capture.module_values import tensors_of
+from ..capture.hooks import Handles, Hook, ModuleHook, tensors_of
 from ..core import validation as check
 from ..core.errors import display
 from ..core.keys import GRADIENT, Pattern, compile_pattern

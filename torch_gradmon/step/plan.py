@@ -116,8 +116,8 @@ VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
 
 
 class Registry:
-    def __init__(self, built_ins: Mapping[str, Mapping[str, BuiltIn]]) -> None:
-        self.built_ins = built_ins
+    def __init__(self, built_ins: Callable[[str], Mapping[str, BuiltIn]]) -> None:
+        self._built_ins = built_ins  # of a source, by name
         self.metrics: tuple[Metric, ...] = ()
         self._asked: tuple[Metric, ...] = ()  # metrics of the script, including those of its preset
         self._overlays: dict[str, tuple[tuple[Metric, ...], bool]] = {}  # hidden metrics, and whether they replace hidden ones
@@ -152,7 +152,7 @@ class Registry:
                 f"metric_fn={display(function)} and metric_aggregation_fn={display(aggregation)}"
             )
         asked, aggregation = aggregation, checked_aggregation(aggregation, "metric_aggregation_fn")
-        known = self.built_ins.get(source, {})
+        known = self._built_ins(source)
         if function is not None:
             documentation = (getattr(function, "__doc__", None) or "your function").strip().splitlines()[0]
             meant = BuiltIn("1", documentation, function)
