@@ -239,8 +239,8 @@ class Measurement(NamedTuple):
 class Measurer:
     """Runs the statistics and the metric functions. One of these that fails is switched off, and training continues."""
 
-    def __init__(self, built_in: Statistics, complaints: WarningLog, ranks: Ranks | None = None) -> None:
-        self.built_in = built_in
+    def __init__(self, statistics: Statistics, complaints: WarningLog, ranks: Ranks | None = None) -> None:
+        self.statistics = statistics
         self.ranks = ranks or Ranks()
         self.complaints = complaints
         # of metric functions: those that ran on a copy, why others are off, metrics with any value so far, and the first key without one
@@ -261,7 +261,7 @@ class Measurer:
                 second = {p: wanted.second[p] for p in positions}
                 others = list((second if wanted.are_parts else self.ranks.own_parts(second, plan.spread)).values())
             scale = None if wanted.inverse_scale is None else wanted.inverse_scale.to(values[0].device)
-            rows = self.built_in.measure(values, plan.columns, scale, others)
+            rows = self.statistics.measure(values, plan.columns, scale, others)
             put = wanted.buffer.merge_rows if wanted.merging else wanted.buffer.put_rows
             put(plan.source, plan.names_at(positions), rows, plan.columns)
         if plan.functions and not wanted.are_parts:
@@ -339,7 +339,7 @@ class Measurer:
                 for columns in (zip(*pairs.values(), strict=True) for _, pairs in together)
             ]
             try:
-                products = self.built_in.inner_products([a for _, (a, _) in once.values()], [b for _, (_, b) in once.values()])
+                products = self.statistics.inner_products([a for _, (a, _) in once.values()], [b for _, (_, b) in once.values()])
                 values = [
                     metric.function.value(*(_at(products, column) for column in columns))  # type: ignore[union-attr]
                     for (metric, _), columns in zip(together, places, strict=True)

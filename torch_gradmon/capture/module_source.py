@@ -503,7 +503,7 @@ class ModuleSource:
         self._check: CoordinateCheck | None = None
         self.reference: ReferencePass | None = None
         self._loop_run: LoopRun | None = None  # with a reference
-        self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
+        self.hooks = ForwardHooks(self, self._calls, measurer.statistics.eps)
         self._opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False  # the model has had a training forward or a backward pass in this step
         self._step: tuple[StepBuffer, tuple[Metric, ...], ModelIndex] | None = None

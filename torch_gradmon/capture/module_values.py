@@ -482,7 +482,7 @@ class ModuleValues:
         self._traced: dict[_Place, frozenset[Column]] = {}
         self._last: dict[str, tuple[tuple[str, ...], _Calls, list[ViewGroup]]] = {}
         self._units: dict[str, DeadUnits] = {}  # by path
-        self._rows = HostRows(measurer.built_in)
+        self._rows = HostRows(measurer.statistics)
         self._device_rows: DeviceRows | None = None
 
     def begin(
@@ -658,7 +658,7 @@ class ModuleValues:
             rows: HostRows | DeviceRows = self._rows
             if not tensor.is_cpu:
                 if self._device_rows is None:
-                    self._device_rows = DeviceRows(self._measurer.built_in, self._buffer, self._measurer.complaints)
+                    self._device_rows = DeviceRows(self._measurer.statistics, self._buffer, self._measurer.complaints)
                 rows = self._device_rows
             if item.other is not None or not rows.measure(source, item.path, columns, tensor, inverse_scale):
                 groups.setdefault(item.tensor.device, []).append(item)
@@ -666,7 +666,7 @@ class ModuleValues:
             columns = members[0].asked.columns.union(*(item.asked.columns for item in members[1:]))
             scale = None if inverse_scale is None else inverse_scale.to(device)
             others = [item.other for item in members if item.other is not None] or None
-            found = self._measurer.built_in.measure([item.tensor for item in members], columns, scale, others)
+            found = self._measurer.statistics.measure([item.tensor for item in members], columns, scale, others)
             paths = [item.path for item in members]
             if self._rows:  # keeps the order of the calls
                 self._rows.append(source, paths, columns, found)
@@ -689,7 +689,7 @@ class ModuleValues:
             if item.path not in self._units:
                 module = self._modules.get(item.name)
                 self._units[item.path] = DeadUnits(None if module is None else module())
-            self._units[item.path].see(item.tensor, self._measurer.built_in.eps)
+            self._units[item.path].see(item.tensor, self._measurer.statistics.eps)
         functions = item.asked.functions
         if item.tensor.numel() == 0 and (own := [metric for metric in functions if metric.built_in]):
             functions = [metric for metric in functions if not metric.built_in]

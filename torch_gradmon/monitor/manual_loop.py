@@ -152,7 +152,7 @@ class ManualLoop:
         found = self._rows_now(parameters, norm_type) if gradients else None
         if found is None:
             parts = [ranks.own_part(gradient, place in apart) for place, gradient in gradients.items()]
-            found = rows_of(parts, norm_type, self._measurer.built_in)
+            found = rows_of(parts, norm_type, self._measurer.statistics)
         if len(gradients) < len(parameters):
             device = next(iter(gradients.values())).device if gradients else parameters[0].device
             known, found = found, identity(len(parameters), device, accumulator_dtype(device))
