@@ -267,7 +267,7 @@ class PendingStep:
 
     def add(self, late: StepBuffer) -> None:
         if self.late is None:
-            self.late = self.readback.buffer.scalars()
+            self.late = self.readback.buffer.part()
         self.late.absorb(late)
 
     def count_refusal_after(self, is_interrupted: bool) -> None:
@@ -395,8 +395,8 @@ class PendingStep:
             attention = {metric.source for metric in due}.intersection(n.ATTENTION_SOURCES.values())
             if why := next(filter(None, (buffer.absent.get((source, "")) for source in attention)), None):
                 context[n.NO_ATTENTION] = why
-        if buffer.rows:
-            context["rows"] = merged([(*row, self.readback.extras[f"rows/{call}"]) for call, row in enumerate(buffer.rows)])
+        if self.readback.rows:
+            context["rows"] = merged(self.readback.rows)
         return context
 
 
