@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, count, islice, repeat
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -43,7 +43,7 @@ _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 
 #: Where rows are, by name: a block of rows, and the row in it.
 Rows = dict[str, tuple[Tensor, int]]
-_BLOCK, _ROW, _ROWS = itemgetter(0), itemgetter(1), attrgetter("rows")
+_BLOCK, _ROW, _THIRD, _ROWS = itemgetter(0), itemgetter(1), itemgetter(2), attrgetter("rows")
 
 
 def _rows_at(places: Collection[tuple[Tensor, int]], blocks: Mapping[int, Tensor]) -> Tensor:
@@ -338,17 +338,15 @@ _UNITED = ("thawed", "frozen", "used", "unshown", "absent", "refused", "noted", 
 SKEW = "ranks/skew"
 
 
+@dataclass
 class _Source:
     """The rows of the tensors of one source, by name."""
 
-    __slots__ = ("columns", "exchanged", "last", "parts", "rows")
-
-    def __init__(self, columns: frozenset[Column]) -> None:
-        self.columns = columns  # that all rows have
-        self.rows: Rows = {}  # what was put
-        self.last: tuple[Sequence[str], Tensor | None] = (), None  # what of it was put last
-        self.parts: dict[str, list[Tensor]] = {}  # what merges
-        self.exchanged: set[str] = set()  # whose rows are merged over ranks
+    columns: frozenset[Column]  # that all rows have
+    rows: Rows = field(default_factory=dict)  # what was put
+    last: tuple[Sequence[str], Tensor | None] = (), None  # what of it was put last
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)  # what merges
+    exchanged: set[str] = field(default_factory=set)  # whose rows are merged over ranks
 
 
 class StepBuffer:
@@ -458,7 +456,12 @@ class StepBuffer:
         return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
 
     def _parts(self) -> list[tuple[str, str, list[Tensor]]]:
-        return [(source, name, parts) for source, of in self._sources.items() for name, parts in of.parts.items() if parts]
+        found = []
+        for source, of in self._sources.items():
+            for name, parts in of.parts.items():
+                if parts:
+                    found.append((source, name, parts))
+        return found
 
     def parts_of(self, source: str) -> list[Tensor]:
         return [row for of, _, rows in self._parts() if of == source for row in rows]
@@ -515,9 +518,9 @@ class StepBuffer:
         for part in given.parts:
             if not part.is_cpu:
                 self._note_stream(part.device)
-        known = self._values.get(key)
-        if known is None:
-            known = self._values[key] = PendingValue(given.aggregation, [])
+        known = self._values.setdefault(key, given)
+        if known is given:
+            return
         aggregations = known.aggregation, given.aggregation
         if aggregations[0] != aggregations[1] and any(isinstance(each, str) for each in aggregations):
             first, second = (repr(each) if isinstance(each, str) else "a function" for each in aggregations)
@@ -629,14 +632,20 @@ class StepBuffer:
 
     def part(self, sources: Collection[str] = ()) -> StepBuffer:
         """A new buffer that continues with the logged values, and has the stored rows of ``sources``. This one is unchanged."""
-        self.join_streams()
+        if self._streams:
+            self.join_streams()
         found = StepBuffer(self.step, self._complaints)
         found._streams, found._has_stand_ins = dict(self._streams), self._has_stand_ins
-        found._values = {key: replace(value, parts=[*value.parts]) for key, value in self._values.items() if not key.source}
+        for key, value in self._values.items():
+            if not key.source:
+                found._values[key] = known = copy(value)
+                known.parts = [*value.parts]
         for source, of in self._sources.items():
             if source in sources:
                 found._source(source, of.columns).rows = dict(of.rows)
-        found.refused.update({source: reason for source, reason in self.refused.items() if source in sources})
+        for source, reason in self.refused.items():
+            if source in sources:
+                found.refused[source] = reason
         return found
 
     def set_aside(self) -> StepBuffer:
@@ -724,7 +733,8 @@ class StepBuffer:
             yield from parts
         for value in self._values.values():
             yield from value.parts
-        yield from self._flags().values()
+            if value.there is not None:
+                yield value.there
         yield from (sums for _, sums in self._contributions.values())
         yield from (fact for fact in self.noted.values() if isinstance(fact, Tensor))
         yield from self.extras.values()
@@ -735,9 +745,6 @@ class StepBuffer:
         places = map(dict.values, (*map(_ROWS, self._sources.values()), self._finals))
         blocks = [*map(_BLOCK, chain.from_iterable(places))]
         return dict(zip(map(id, blocks), blocks, strict=True))
-
-    def _flags(self) -> dict[Key, Tensor]:
-        return {key: value.there for key, value in self._values.items() if value.there is not None}
 
     def start_readback(self) -> PendingReadback:
         """Start the copy to the host, after which nothing may be stored. Does not synchronise."""
@@ -756,13 +763,18 @@ class PendingReadback:
         self.rows: list[tuple[Identities, int, Tensor]] = []  # logged ones, likewise
         self._parts = buffer._parts()  # merged on the host, which is cheaper than one launch for each
         reduced = self._reduced(buffer)
-        self._keys, self._flags, self._blocks = [*reduced], buffer._flags(), buffer._blocks()
-        tensors = [*self._blocks.values(), *chain.from_iterable(map(itemgetter(2), self._parts)), *reduced.values()]
+        self._keys, self._blocks = [*reduced], buffer._blocks()
+        self._flags: dict[Key, Tensor] = {}
+        for key, value in buffer._values.items():
+            if value.there is not None:
+                self._flags[key] = value.there
+        facts = []
         for fact in buffer.noted.values():
             if isinstance(fact, Tensor):
-                tensors.append(fact)
-        losses = map(itemgetter(2), buffer.rows)
-        self.arrival = DeviceToHostCopy([*tensors, *self._flags.values(), *buffer.extras.values(), *losses])
+                facts.append(fact)
+        parts, losses = chain.from_iterable(map(_THIRD, self._parts)), map(_THIRD, buffer.rows)
+        scalars = chain(reduced.values(), facts, self._flags.values())
+        self.arrival = DeviceToHostCopy([*self._blocks.values(), *parts, *scalars, *buffer.extras.values(), *losses])
 
     @staticmethod
     def _reduced(buffer: StepBuffer) -> dict[Key, Tensor]:
@@ -798,7 +810,8 @@ class PendingReadback:
             finals = {number: vector.tolist() for number, vector in blocks.items() if vector.dim() == 1}
             values.update({key: finals[id(vector)][place] for key, (vector, place) in buffer._finals.items()})
         self.extras = dict(zip(buffer.extras, host, strict=False))
-        self.rows = [(ids, length, next(host)) for ids, length, _ in buffer.rows]
+        for ids, length, _ in buffer.rows:
+            self.rows.append((ids, length, next(host)))
         return tables, values, facts
 
     def _tables(self, blocks: dict[int, Tensor], host: Iterator[Tensor]) -> dict[str, StatsTable]:
