@@ -63,14 +63,13 @@ def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
     """``after``, or the rows of ``before`` if both have the same values: a run directory stores those once."""
     if not _WITNESSES <= after.columns <= before.columns:
         return after
-    if before.names == after.names and before.sums[Column.SQUARE_SUM] != after.sums[Column.SQUARE_SUM]:
-        return after  # as in most steps that clip; both sums are needed anyway
     rows = before.rows
     if before.names != after.names:
-        place = {name: row for row, name in enumerate(before.names)}
-        if not place.keys() >= set(after.names):
+        if not before.row_of.keys() >= set(after.names):
             return after
-        rows = rows[[place[name] for name in after.names]]
+        rows = rows[[before.row_of[name] for name in after.names]]
+    elif before.sums[Column.SQUARE_SUM] != after.sums[Column.SQUARE_SUM]:
+        return after  # as in most steps that clip; both sums are needed anyway
     there, here = rows, after.rows
     if before.columns != after.columns:
         columns = sorted(after.columns)

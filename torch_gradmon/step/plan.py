@@ -337,10 +337,8 @@ def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]
 def _ratios(rows: Tensor, base: StatsTable | None, found: list[str]) -> tuple[Tensor, Tensor]:
     if base is None:
         return rows.new_zeros(len(found)), torch.zeros(len(found), dtype=torch.bool, device=rows.device)
-    where = {name: row for row, name in enumerate(base.names)}
-    denominators = base.rows[[where[name] for name in found]][:, Column.SQUARE_SUM].sqrt()
-    ratios = rows[:, Column.SQUARE_SUM].sqrt() / denominators
-    return ratios, denominators > 0
+    denominators = base.rows[[base.row_of[name] for name in found]][:, Column.SQUARE_SUM].sqrt()
+    return rows[:, Column.SQUARE_SUM].sqrt() / denominators, denominators > 0
 
 
 def value_in(table: StatsTable | None, key: Key) -> float | None:
