@@ -592,10 +592,7 @@ class ModuleValues:
                 for metric in each.views if each.split == split else ():
                     if metric.columns <= columns:
                         places.setdefault(metric.name, []).append(place)
-        found = [
-            Views.of(metric, (Key(source, names[place], metric) for place in rows), rows, len(names))
-            for metric, rows in places.items()
-        ]
+        found = [Views.of(name, (Key(source, names[at], name) for at in rows), rows, len(names)) for name, rows in places.items()]
         self._last[source] = names, calls, found
         return found
 
