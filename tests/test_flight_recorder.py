@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,7 @@ def test_after_a_spike_some_steps_are_monitored_whatever_the_cadence() -> None:
 def _tensors_in(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
+    value = vars(value) if is_dataclass(value) else value
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     return [tensor for part in parts for tensor in _tensors_in(part)]
 

@@ -275,8 +275,8 @@ class GradientCapture:
     def release(self, held_for: Hashable) -> None:
         if self._buffer is not None and held_for in self._held:
             held, seen, positions = self._held.pop(held_for)
-            names = self._plans[n.GRADIENT_BEFORE_CLIP].names
-            self._buffer.take_over(held, n.GRADIENT_BEFORE_CLIP, [names[p] for p in positions])
+            self._buffer.clear(n.GRADIENT_BEFORE_CLIP, self._plans[n.GRADIENT_BEFORE_CLIP].names_at(positions))
+            self._buffer.absorb(held)
             self._replace_seen(positions, seen)
             self._buffer.noted.pop("edited", None)
 

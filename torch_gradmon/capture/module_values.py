@@ -24,7 +24,7 @@ from ..statistics.dispatch import Statistics
 from ..statistics.eager import SMALL
 from ..statistics.request import NARROW, accumulator_dtype, is_plain, refusal, threshold
 from ..step.buffer import StepBuffer
-from ..step.plan import PARTICIPATION_RATIO, BuiltIn, ViewGroup, blocks_of, view_group
+from ..step.plan import PARTICIPATION_RATIO, BuiltIn, Views, blocks_of
 from .hooks import tensors_of
 from .measurer import Measurer, unscaled, untouched_rng
 
@@ -480,7 +480,7 @@ class ModuleValues:
         self._asked: dict[_Place, tuple[RequestedMetrics, ...]] = {}
         self._owner: dict[_Place, tuple[str, bool]] = {}
         self._traced: dict[_Place, frozenset[Column]] = {}
-        self._last: dict[str, tuple[tuple[str, ...], _Calls, list[ViewGroup]]] = {}
+        self._last: dict[str, tuple[tuple[str, ...], _Calls, list[Views]]] = {}
         self._units: dict[str, DeadUnits] = {}  # by path
         self._rows = HostRows(measurer.statistics)
         self._device_rows: DeviceRows | None = None
@@ -542,12 +542,12 @@ class ModuleValues:
             for source in n.MODULE_SOURCES:
                 if source in tables:
                     table = tables[source] = _called(source, tables[source], calls[2])
-                    blocks += blocks_of(self._groups(source, table.names, calls), table)
+                    blocks += blocks_of(self._groups(source, table.names, calls), table, source)
             return blocks
 
         return evaluate
 
-    def _groups(self, source: str, names: tuple[str, ...], calls: _Calls) -> list[ViewGroup]:
+    def _groups(self, source: str, names: tuple[str, ...], calls: _Calls) -> list[Views]:
         """The metrics of a table with rows of these ``names``, as in the last step if the same modules were called and asked for."""
         (asked, owner, traced), last = calls, self._last.get(source)
         # what is asked may not have been looked up for all modules yet, so an equal one is not enough
@@ -562,10 +562,9 @@ class ModuleValues:
                 for metric in each.views if each.split == split else ():
                     if metric.columns <= columns:
                         places.setdefault(metric.name, []).append(place)
-        found = [(metric, [Key(source, names[place], metric) for place in rows], rows) for metric, rows in places.items()]
-        groups = [view_group(found, len(names), source)] if found else []
-        self._last[source] = names, calls, groups
-        return groups
+        found = [Views.of(name, (Key(source, names[at], name) for at in rows), rows, len(names)) for name, rows in places.items()]
+        self._last[source] = names, calls, found
+        return found
 
     def adopt(self, name: str, path: str, columns: frozenset[Column]) -> None:
         """The row of ``path``, a tensor in the output of module ``name``, was written by a graph, with these columns only."""

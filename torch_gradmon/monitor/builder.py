@@ -5,20 +5,19 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ..capture.measurer import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS, Measurer
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.fence import Fence, is_disabled
-from ..core.records import KeyFormatter, Metric, SpikeEvent
+from ..core.records import KeyFormatter, SpikeEvent
 from ..plugins.data_check import DataCheck
 from ..plugins.live_detail import LiveDetail, PostSpikeDetail
 from ..plugins.loop_audit import LoopAudit
@@ -28,7 +27,7 @@ from ..spikes.detector_set import DetectorSet
 from ..statistics.dispatch import Statistics, kernel_choice
 from ..step.plan import VIEW_BUILT_INS, BuiltIn, Registry
 from ..step.planner import OF_MODULES, ExchangePolicy, Planner
-from ..step.plugin import Plugin
+from ..step.plugin import Plugin, PluginContext
 from ..step.ranks import Ranks
 from ..step.summary import LayerSelection
 from .machine import StepState
@@ -38,78 +37,6 @@ from .records import Publisher, RecordFactory, RecordHistory, RecordPipeline, Ru
 from .runtime import Runtime, at_exit
 from .steps import Cadence, Captures, StepLifecycle, StepPlanning
 from .values import LateValues, ValueLog
-
-# --- What a monitor offers its plugins ---
-
-
-class MonitorContext:
-    """See :class:`torch_gradmon.step.plugin.PluginContext`."""
-
-    def __init__(self, lifecycle: StepLifecycle, plugin: Plugin) -> None:
-        self._lifecycle, self._plugin = lifecycle, plugin
-        self.warn, self.annotate_run = lifecycle.fence.complaints.add, lifecycle.pipeline.directory.annotate
-        self.flush_pending = lifecycle.flush_pending
-
-    @property
-    def module(self) -> nn.Module | None:
-        return self._lifecycle.planning.planner.module
-
-    @property
-    def matrices(self) -> Set[str]:
-        inventory = self._lifecycle.planning.planner.inventory
-        return frozenset() if inventory is None else inventory.matrices.keys()
-
-    @property
-    def optimizers(self) -> Sequence[Optimizer]:
-        loop = self._lifecycle.planning.loop
-        return [] if loop is None else loop.optimizers
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        loop = self._lifecycle.planning.loop
-        return None if loop is None else loop.scaler
-
-    @property
-    def step(self) -> int | None:
-        return self._lifecycle.state.clock.step
-
-    @property
-    def is_step_open(self) -> bool:
-        return self._lifecycle.state.is_open
-
-    @property
-    def is_paused(self) -> bool:
-        return self._lifecycle.state.is_paused
-
-    @property
-    def coming_step(self) -> int:
-        step = self.step
-        return 0 if step is None else step if self.is_step_open else step + 1
-
-    @property
-    def last_step(self) -> int | None:
-        return self._lifecycle.state.clock.ended
-
-    @property
-    def ranks_synchronised(self) -> bool:
-        return self._lifecycle.pipeline.ranks_synchronised
-
-    def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        return self._lifecycle.fence.run(self._lifecycle.plugins.call_one, self._plugin, method, *args)
-
-    def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
-        return self._lifecycle.planning.planner.registry.make(source, name, every=every, shown=False)
-
-    def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
-        self._lifecycle.planning.planner.registry.set_overlay(name, metrics, replaces_hidden)
-        self._lifecycle.planning.planner.changed()
-
-    def request_replan(self, drop_hooks: bool = False) -> None:
-        self._lifecycle.planning.replan(self._lifecycle.active, drop_hooks)
-
-    def ask_cadence_again(self, script_too: bool = False) -> None:
-        self._lifecycle.planning.wake()
-        self._lifecycle.planning.cadence.ask_again(script_too)
 
 
 def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
@@ -145,7 +72,7 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     planning = StepPlanning(state, planner, captures, exchange, factory, cadence, fence)
     runtime = Runtime(StepLifecycle(planning, pipeline, values))
     for plugin in plugins:
-        plugin.context = MonitorContext(runtime.lifecycle, plugin)
+        plugin.context = PluginContext(runtime.lifecycle, plugin)
     if directory.path is not None:
         built_in.detail.listen(directory.path)
     if options.checked.replicas_every:
@@ -226,7 +153,7 @@ def _check_replicas(
     look = list if recorder is None else recorder.look
     plugin = ReplicaCheck(every, of.sync_every, distinct, ranks, planner, records, look)
     alive.lifecycle.plugins.use(alive.built_in._replace(replicas=plugin))
-    plugin.context = MonitorContext(alive.lifecycle, plugin)
+    plugin.context = PluginContext(alive.lifecycle, plugin)
 
 
 def _built_ins(source: str) -> dict[str, BuiltIn]:

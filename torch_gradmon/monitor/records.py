@@ -669,7 +669,7 @@ class RecordPipeline:
             pending = self.waiting.popleft()
             record, signals = self.factory.make(pending)
             try:
-                self._late, self.absent = pending.readback.buffer.scalars(), pending.readback.buffer.absent
+                self._late, self.absent = pending.readback.buffer.part(), pending.readback.buffer.absent
                 self.detectors.begin(record, self.absent)
                 record, events = self.detectors.detect(record, signals, self.absent)
                 self._is_finished = False

@@ -10,9 +10,9 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, count, islice, repeat
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ..core.keys import (
     UNDEFINED,
     Key,
 )
-from ..core.moments import Column, identity, merge, merge_by_group
+from ..core.moments import ALL_COLUMNS, Column, identity, merge, merge_by_group
 from ..core.records import REDUCERS, StatsTable, is_whole_loss
 from ..core.torch_modes import copied_to_host, current_stream, keep_for_current_stream, stream_number
 from ..statistics.request import accumulator_dtype, refusal
@@ -43,7 +43,7 @@ _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 
 #: Where rows are, by name: a block of rows, and the row in it.
 Rows = dict[str, tuple[Tensor, int]]
-_BLOCK, _ROW = itemgetter(0), itemgetter(1)
+_BLOCK, _ROW, _THIRD, _ROWS = itemgetter(0), itemgetter(1), itemgetter(2), attrgetter("rows")
 
 
 def _rows_at(places: Collection[tuple[Tensor, int]], blocks: Mapping[int, Tensor]) -> Tensor:
@@ -63,14 +63,13 @@ def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
     """``after``, or the rows of ``before`` if both have the same values: a run directory stores those once."""
     if not _WITNESSES <= after.columns <= before.columns:
         return after
-    if before.names == after.names and before.sums[Column.SQUARE_SUM] != after.sums[Column.SQUARE_SUM]:
-        return after  # as in most steps that clip; both sums are needed anyway
     rows = before.rows
     if before.names != after.names:
-        place = {name: row for row, name in enumerate(before.names)}
-        if not place.keys() >= set(after.names):
+        if not before.row_of.keys() >= set(after.names):
             return after
-        rows = rows[[place[name] for name in after.names]]
+        rows = rows[[before.row_of[name] for name in after.names]]
+    elif before.sums[Column.SQUARE_SUM] != after.sums[Column.SQUARE_SUM]:
+        return after  # as in most steps that clip; both sums are needed anyway
     there, here = rows, after.rows
     if before.columns != after.columns:
         columns = sorted(after.columns)
@@ -90,6 +89,11 @@ _REDUCE: dict[str, Callable[..., Tensor]] = {"mean": torch.sum, "sum": torch.sum
 class PendingValue:
     aggregation: Aggregation
     parts: list[Tensor]  # per micro-batch: [sum, count], one value, or all values, by aggregation
+    reducer: str = ""  # by which ranks merge it, if it was logged for that
+    there: Tensor | None = None  # it exists if this is not zero: the number of ranks that have contributed, or a flag
+    replaces: bool = False  # earlier values of the step
+    stands_in: bool = False  # a trainer has logged it, and the script no such value
+    of_all: bool = False  # it is that of all ranks by now
 
 
 def as_tensor(value: Any, key: Key) -> Tensor:
@@ -143,14 +147,6 @@ def growth(own: Tensor, product: Tensor, change: Tensor) -> Tensor:
     """How much longer a vector's sum with a change is, relative to the vector, from the same products. Infinite for a zero vector."""
     relative = (2 * product + change) / own
     return torch.where(own == 0, UNDEFINED, relative / ((1 + relative).clamp(min=0).sqrt() + 1))
-
-
-def row_of_sums(sums: Tensor) -> Tensor:
-    """Up to three sums that add up over ranks, as a row of statistics ``[8]``."""
-    row = identity(1, sums.device, sums.dtype)[0]
-    row[Column.COUNT] = 1
-    row[Column.SUM : Column.SUM + len(sums)] = sums
-    return row
 
 
 def contribution(key: Key, pending: PendingValue, reducer: str) -> Tensor | None:
@@ -222,11 +218,6 @@ _BY_FUNCTION = (
     "'max'"
 )
 _SEVERAL = "ranks merge one value for each key, and its aggregation function returns several"
-
-
-def _stands_for(given: Key, own: Key) -> bool:
-    """Whether a trainer's value ``given`` tells the same as ``own`` of the script."""
-    return given == own or (is_whole_loss(given) and is_whole_loss(own))
 
 
 # --- Streams, and the copy to the host ---
@@ -341,12 +332,20 @@ _FIRST = frozenset({PARAMETER, PARAMETER_DIFFERENCE})
 #: Facts that count all optimizers of a step.
 _ADDED = frozenset({"edited", "found_inf", "unseen_refusals"})
 #: Sets, and dicts of which the later one counts, of two parts of a step.
-_UNITED = (
-    *("thawed", "frozen", "used", "unshown", "absent", "refused", "noted", "extras"),
-    *("_replaced", "_shared", "_contributions", "_counts", "_reducers"),
-)
+_UNITED = ("thawed", "frozen", "used", "unshown", "absent", "refused", "noted", "extras", "_contributions")
 #: A fact: the difference between the steps of ranks that have exchanged values.
 SKEW = "ranks/skew"
+
+
+@dataclass
+class _Source:
+    """The rows of the tensors of one source, by name."""
+
+    columns: frozenset[Column]  # that all rows have
+    rows: Rows = field(default_factory=dict)  # what was put
+    last: tuple[Sequence[str], Tensor | None] = (), None  # what of it was put last
+    parts: dict[str, list[Tensor]] = field(default_factory=dict)  # what merges
+    exchanged: set[str] = field(default_factory=set)  # whose rows are merged over ranks
 
 
 class StepBuffer:
@@ -357,28 +356,20 @@ class StepBuffer:
 
     def __init__(self, step: int, complaints: WarningLog) -> None:
         self.step, self._complaints = step, complaints
-        self._columns: dict[str, frozenset[Column]] = {}  # that all rows of a source have
-        self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
-        self._reducers: dict[Key, str] = {}
-        self._stand_ins: set[Key] = set()  # values of a trainer that the script has not logged
-        self.unshown: set[tuple[str, str]] = set()  # source and name of rows for the run directory only
         self._dropped: set[tuple[str, str | None]] | None = None  # replaces nothing that was set aside; None where nothing was
         self._begin()
 
     def _begin(self) -> None:
-        self._rows: dict[str, Rows] = {}  # what was put of each source
-        self._last: dict[str, tuple[Sequence[str], Tensor]] = {}  # the last names and rows of them
-        self._parts: dict[tuple[str, str], list[Tensor]] = {}
-        self._pending: dict[Key, PendingValue] = {}
+        self._sources: dict[str, _Source] = {}
+        self._values: dict[Key, PendingValue] = {}
+        self._has_stand_ins = False  # values of a trainer that the script has not logged
         self._contributions: dict[Key, tuple[str, Tensor]] = {}
         self._finals: dict[Key, tuple[Tensor, int]] = {}  # where values are that nothing merges with
-        self._counts: dict[Key, Tensor] = {}  # for values that may not exist: the number of contributing ranks, or a flag
-        self._replaced: set[Key] = set()
-        self._shared: set[Key] = set()  # values that are those of all ranks by now
         self.noted: dict[str, Tensor | float] = {}  # facts about the step
         self.extras: dict[str, Tensor] = {}  # small tensors for plugins, by a name that begins with theirs
-        self.rows: list[tuple[Identities, int]] = []  # logged ones, call by call; their losses are extras
+        self.rows: list[tuple[Identities, int, Tensor]] = []  # logged ones, call by call, with the numbers of their losses
         self.are_rows_over = False  # all of the batch are logged; where a closure is evaluated again, they come anew
+        self.unshown: set[tuple[str, str]] = set()  # source and name of rows for the run directory only
         self.thawed: set[str] = set()  # parameters frozen only for a part of the step
         self.frozen: set[str] = set()  # parameters frozen since the step began
         self.used: set[str] = set()  # parameters of the optimizers that stepped, with or without a gradient
@@ -387,93 +378,174 @@ class StepBuffer:
         self.rng: dict[str, Tensor] = {}  # states of the random generators at its beginning
         self._streams: dict[tuple[torch.device, int], Any] = {}  # those on which values were computed
 
+    def _source(self, source: str, columns: frozenset[Column] = ALL_COLUMNS) -> _Source:
+        """The source, which gets rows of these ``columns``."""
+        found = self._sources.get(source)
+        if found is None:
+            found = self._sources[source] = _Source(columns)
+        elif found.columns is not columns:
+            found.columns &= columns
+        return found
+
     def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
         """Store statistics ``[len(names), 8]``, replacing those of the same names."""
         if not rows.is_cpu:
             self._note_stream(rows.device)
         if len(names) != len(rows):
             raise ValueError(f"{len(rows)} rows of {source} for {len(names)} names")
-        self._last[source] = names, rows
-        self._rows.setdefault(source, {}).update(zip(names, zip(repeat(rows), count()), strict=False))
-        self._narrow(source, columns)
-
-    def _narrow(self, source: str, columns: frozenset[Column]) -> None:
-        known = self._columns.setdefault(source, columns)
-        if known is not columns:
-            self._columns[source] = known & columns
+        of = self._source(source, columns)
+        of.last = names, rows
+        of.rows.update(zip(names, zip(repeat(rows), count()), strict=False))
 
     def repeat_rows(self, source: str, names: Iterable[str], of: str, columns: frozenset[Column]) -> None:
         """Rows of ``source`` are those of the same names of the source ``of``, which must exist."""
-        wanted = set(names)
-        self._rows.setdefault(source, {}).update({name: place for name, place in self._rows[of].items() if name in wanted})
-        self._narrow(source, columns)
+        known = self._sources[of].rows
+        self._source(source, columns).rows.update({name: known[name] for name in names})
 
     def last_put(self, source: str) -> Tensor | None:
         """The rows that were put last, which show whether others have come since."""
-        return self._last[source][1] if source in self._last else None
+        return self._sources[source].last[1] if source in self._sources else None
 
     def names_of(self, source: str) -> set[str]:
-        return set(self._rows.get(source, ()))
+        return set(self._sources[source].rows) if source in self._sources else set()
 
     def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
         """The stored rows of these names, which must exist: ``[names, 8]``, on the device."""
-        places = self._rows[source]
+        places = self._sources[source].rows
         return torch.stack([rows[row] for rows, row in (places[name] for name in names)])
 
     def merge_rows(self, source: str, names: Sequence[str], rows: Tensor | Sequence[Tensor], columns: frozenset[Column]) -> None:
         """Merge statistics of one micro-batch or call with those of the same names."""
         if len(rows) and not rows[0].is_cpu:
             self._note_stream(rows[0].device)
+        known = self._source(source, columns).parts
         for name, row in zip(names, rows, strict=True):
-            parts = self._parts.setdefault((source, name), [])
+            parts = known.setdefault(name, [])
             parts.append(row)
             if len(parts) == 64:  # bounds the memory for many micro-batches
                 parts[:] = [merge(torch.stack(parts))]
-        self._narrow(source, columns)
 
     def expect_row(self, source: str, name: str) -> None:
         """A row will be merged later, and has its place now: the order of rows is that of the calls."""
-        self._parts.setdefault((source, name), [])
+        self._source(source).parts.setdefault(name, [])
 
     def drop_parts(self, source: str, name: str) -> None:
-        self._parts.pop((source, name), None)
+        self._source(source).parts.pop(name, None)
 
     def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
         """The stored rows of these names, or the identity for missing ones: ``[names, 8]``."""
-        known = self.names_of(source)
-        places = [row for row, name in enumerate(names) if name in known]
-        if not places:
-            return identity(len(names))
-        found = self.rows_of(source, [names[row] for row in places])
+        known = self.names_of(source).intersection(names)
+        found = self.rows_of(source, [name for name in names if name in known]) if known else identity(0)
         rows = identity(len(names), found.device, found.dtype)
-        rows[places] = found
+        rows[[row for row, name in enumerate(names) if name in known]] = found
         return rows
 
     def put_exchanged(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
         """Store rows merged over all ranks; those without elements on any rank are dropped on the host."""
-        if self.names_of(source) <= set(names):
-            self._rows.pop(source, None)  # in this order on each rank, whatever it has had itself: sums are then the same
+        of = self._source(source, columns)
+        if of.rows.keys() <= set(names):
+            of.rows = {}  # in this order on each rank, whatever it has had itself: sums are then the same
         self.put_rows(source, names, rows, columns)
-        for name in names:
-            self._parts.pop((source, name), None)
-            self._exchanged.add((source, name))
+        of.parts = {name: parts for name, parts in of.parts.items() if name not in of.rows}
+        of.exchanged.update(names)
 
     def merged_rows_of_calls(self) -> dict[tuple[str, str], Tensor]:
         """The merged rows of :meth:`merge_rows`, without those of micro-batch gradients: ``[8]`` by source and name."""
-        found = {where: parts for where, parts in self._parts.items() if parts and where[0] not in PARAMETER_SOURCES}
+        found = {(source, name): parts for source, name, parts in self._parts() if source not in PARAMETER_SOURCES}
         return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
 
+    def _parts(self) -> list[tuple[str, str, list[Tensor]]]:
+        found = []
+        for source, of in self._sources.items():
+            for name, parts in of.parts.items():
+                if parts:
+                    found.append((source, name, parts))
+        return found
+
     def parts_of(self, source: str) -> list[Tensor]:
-        return [row for (of, _), rows in self._parts.items() if of == source for row in rows]
+        return [row for of, _, rows in self._parts() if of == source for row in rows]
+
+    def put_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
+        """Store a scalar, or a tensor whose elements ``aggregation`` reduces; replaces an earlier value."""
+        self._values.pop(key, None)
+        self.merge_value(key, value, aggregation, weight)
+        self._values[key].replaces = True
+
+    def put_where(self, key: Key, value: Tensor, there: Tensor) -> None:
+        """Store a value that exists only if ``there``, 0-d on the device, is true; replaces an earlier one."""
+        self.put_value(key, value)
+        self._values[key].there = there
+
+    def put_values(self, keys: Sequence[Key], values: Tensor) -> None:
+        """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
+        if not values.is_cpu:
+            self._note_stream(values.device)
+        for key in keys:
+            self._finals.pop(key, None)  # the last ones come last
+        self._finals.update(zip(keys, zip(repeat(values), count()), strict=False))
+
+    def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
+        """Merge a scalar or tensor of one micro-batch with the others of this step by ``aggregation``."""
+        self._merge(key, PendingValue(aggregation, [part_of(as_tensor(value, key), aggregation, weight)]))
+
+    def merge_logged(self, key: Key, value: Any, aggregation: Aggregation, stands_in: bool) -> bool:
+        """Merge a logged value; returns whether it was taken. A value of a trainer ``stands_in`` for one that the script may log:
+        whichever comes first, the script's value replaces it.
+        """
+        if not self._takes(key, stands_in):
+            return False
+        part = part_of(as_tensor(value, key), aggregation)
+        self._merge(key, PendingValue(aggregation, [part], stands_in=stands_in))
+        return True
+
+    def _takes(self, key: Key, stands_in: bool) -> bool:
+        self._has_stand_ins |= stands_in
+        if not self._has_stand_ins:
+            return True
+        is_loss = is_whole_loss(key)
+        alike = []
+        for known, value in self._values.items():
+            if not known.source and value.stands_in != stands_in and (known == key or (is_loss and is_whole_loss(known))):
+                alike.append(known)
+        if stands_in:
+            return not alike
+        for known in alike:
+            del self._values[known]
+        return True
+
+    def _merge(self, key: Key, given: PendingValue) -> None:
+        for part in given.parts:
+            if not part.is_cpu:
+                self._note_stream(part.device)
+        known = self._values.setdefault(key, given)
+        if known is given:
+            return
+        aggregations = known.aggregation, given.aggregation
+        if aggregations[0] != aggregations[1] and any(isinstance(each, str) for each in aggregations):
+            first, second = (repr(each) if isinstance(each, str) else "a function" for each in aggregations)
+            raise ValueError(f"the values of one key in one step need one aggregation, and were logged with {first} and {second}")
+        known.parts += given.parts
+        known.stands_in, known.reducer = given.stands_in, given.reducer or known.reducer
+        if len(known.parts) >= 64 and isinstance(known.aggregation, str):
+            known.parts[:] = [merged_parts(known.parts, known.aggregation)]
+
+    @property
+    def logged(self) -> frozenset[Key]:
+        return frozenset(key for key in self._values if not key.source)
 
     def contribute(self, key: Key, reducer: str, sums: Tensor) -> None:
-        """Add this rank's sums to a value of the whole tensor, a ``"norm"`` or ``"cosine"``."""
+        """Add this rank's sums, at most three, to a value of the whole tensor, a ``"norm"`` or ``"cosine"``."""
         if not sums.is_cpu:
             self._note_stream(sums.device)
-        self._contributions[key] = reducer, row_of_sums(sums)
+        row = identity(1, sums.device, sums.dtype)[0]
+        row[Column.COUNT] = 1
+        row[Column.SUM : Column.SUM + len(sums)] = sums
+        self._contributions[key] = reducer, row
 
     def share(self, key: Key, reducer: str) -> None:
-        self._reducers[key] = reducer
+        """Ranks merge the value by ``reducer``."""
+        if key in self._values:
+            self._values[key].reducer = reducer
 
     def shared_values(self, watches: Callable[[Key], bool]) -> dict[Key, tuple[str, Tensor]]:
         """How each value merges over ranks, and this rank's contribution: values logged to be shared or that a detector ``watches``, and
@@ -481,8 +553,8 @@ class StepBuffer:
         applied it already.
         """
         found = dict(self._contributions)
-        for key, pending in list(self._pending.items()):
-            reducer = self._reducers.get(key) or ("mean" if not key.source and watches(key) else "")
+        for key, pending in list(self._values.items()):
+            reducer = pending.reducer or ("mean" if not key.source and watches(key) else "")
             if not reducer and key.source in SHARED_SOURCES:
                 if not isinstance(pending.aggregation, str):
                     self.withhold(key, _BY_FUNCTION)
@@ -498,159 +570,35 @@ class StepBuffer:
 
     def put_shared(self, key: Key, reducer: str, row: Tensor) -> None:
         """Store the merged contributions of all ranks; dropped on the host if there were none."""
-        self._pending[key] = PendingValue(reducer if reducer in REDUCERS else "sum", [part_from(row, reducer)])
-        self._counts[key] = row[Column.COUNT]
-        self._shared.add(key)
+        aggregation = reducer if reducer in REDUCERS else "sum"
+        self._values[key] = PendingValue(aggregation, [part_from(row, reducer)], there=row[Column.COUNT], of_all=True)
 
-    def put_where(self, key: Key, value: Tensor, there: Tensor) -> None:
-        """Store a value that exists only if ``there``, 0-d on the device, is true; replaces an earlier one."""
-        self.put_value(key, value)
-        self._counts[key] = there
+    def withhold(self, key: Key, reason: str) -> None:
+        self._values.pop(key, None)
+        self.absent[key.source, "/".join(filter(None, key[1:]))] = reason
 
-    def put_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
-        """Store a scalar, or a tensor whose elements ``aggregation`` reduces; replaces an earlier value."""
-        self._pending.pop(key, None)
-        self._replaced.add(key)
-        self.merge_value(key, value, aggregation, weight)
-
-    def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
-        """Merge a scalar or tensor of one micro-batch with the others of this step by ``aggregation``."""
-        self._merge(key, [part_of(as_tensor(value, key), aggregation, weight)], aggregation)
-
-    def merge_logged(self, key: Key, value: Any, aggregation: Aggregation, stands_in: bool) -> bool:
-        """Merge a logged value; returns whether it was taken. A value of a trainer ``stands_in`` for one that the script may log:
-        whichever comes first, the script's value replaces it.
-        """
-        if not self._takes(key, stands_in):
-            return False
-        self.merge_value(key, value, aggregation)
-        return True
-
-    def _takes(self, key: Key, stands_in: bool) -> bool:
-        if stands_in:
-            if any(_stands_for(key, own) for own in self.logged - self._stand_ins):
-                return False
-            self._stand_ins.add(key)
-        elif self._stand_ins:
-            for given in [given for given in self._stand_ins if _stands_for(given, key)]:
-                self._stand_ins.remove(given)
-                self._pending.pop(given, None)
-        return True
-
-    def put_values(self, keys: Sequence[Key], values: Tensor) -> None:
-        """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
-        if not values.is_cpu:
-            self._note_stream(values.device)
-        for key in keys:
-            self._finals.pop(key, None)  # the last ones come last
-        self._finals.update(zip(keys, zip(repeat(values), count()), strict=False))
-
-    def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
-        for part in parts:
-            if not part.is_cpu:
-                self._note_stream(part.device)
-        pending = self._pending.setdefault(key, PendingValue(aggregation, []))
-        if pending.aggregation != aggregation and isinstance(pending.aggregation, str) | isinstance(aggregation, str):
-            first, second = (repr(each) if isinstance(each, str) else "a function" for each in (pending.aggregation, aggregation))
-            raise ValueError(f"the values of one key in one step need one aggregation, and were logged with {first} and {second}")
-        pending.parts += parts
-        if len(pending.parts) >= 64 and isinstance(aggregation, str):
-            pending.parts[:] = [merged_parts(pending.parts, aggregation)]
-
-    @property
-    def logged(self) -> frozenset[Key]:
-        return frozenset(key for key in self._pending if not key.source)
+    def withhold_values(self, watches: Callable[[Key], bool], reason: str) -> None:
+        """Remove this rank's values of its own batches, which those of other ranks were not merged with."""
+        sources = {source for source, _ in self.merged_rows_of_calls()}
+        for source in sources | {key.source for key in self._values if key.source in SHARED_SOURCES}:
+            self.refuse_all(source, reason)
+        for key in self.shared_values(watches):
+            self.withhold(key, reason)
 
     def clear(self, source: str, names: Iterable[str] | None = None) -> None:
         gone = None if names is None else frozenset(names)
         if self._dropped is not None:
             self._dropped.update([(source, None)] if gone is None else ((source, name) for name in gone))
-        if gone is not None and source in self._rows:
-            self._rows[source] = {name: place for name, place in self._rows[source].items() if name not in gone}
-        if gone is None or not self._rows.get(source):
-            self._rows.pop(source, None)
-        if self._parts:
-            self._parts = {w: p for w, p in self._parts.items() if w[0] != source or (gone is not None and w[1] not in gone)}
-        for key in [*self._pending, *self._finals]:
+        if (of := self._sources.get(source)) is not None:
+            if gone is not None:
+                of.rows = {name: place for name, place in of.rows.items() if name not in gone}
+                of.parts = {name: parts for name, parts in of.parts.items() if name not in gone}
+            if gone is None or not (of.rows or of.parts):
+                del self._sources[source]
+        for key in [*self._values, *self._finals]:
             if key.source == source and (gone is None or key.name in gone):
-                self._pending.pop(key, None)
+                self._values.pop(key, None)
                 self._finals.pop(key, None)
-
-    def absorb(self, other: StepBuffer) -> None:
-        """Merge the values of :meth:`merge_rows` and :meth:`merge_value` in ``other``, unless the value here is that of all ranks."""
-        other.join_streams()
-        for (source, name), parts in other._parts.items():
-            for row in parts:
-                self.merge_rows(source, [name], row.unsqueeze(0), other._columns[source])
-        for key, pending in other._pending.items():
-            if key not in self._shared and (key.source or self._takes(key, key in other._stand_ins)):
-                self._merge(key, pending.parts, pending.aggregation)
-        self._finals.update(other._finals)
-        self._reducers.update(other._reducers)
-        self.absent.update(other.absent)
-        self.refused.update(other.refused)
-
-    def take_over(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
-        wanted = dict.fromkeys(names)
-        other.join_streams()
-        self.clear(source, wanted)
-        self._take_rows(other, source, wanted)
-        self._pending.update((key, value) for key, value in other._pending.items() if key.source == source and key.name in wanted)
-        self._finals.update((key, place) for key, place in other._finals.items() if key.source == source and key.name in wanted)
-        self.absent.update({where: reason for where, reason in other.absent.items() if where[0] == source})
-
-    def _take_rows(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
-        known = other._rows.get(source, {})
-        if found := {name: known[name] for name in names if name in known}:
-            for rows in {id(rows): rows for rows, _ in found.values() if not rows.is_cpu}.values():
-                self._note_stream(rows.device)
-            self._rows.setdefault(source, {}).update(found)
-            self._narrow(source, other._columns[source])
-
-    def scalars(self) -> StepBuffer:
-        """A new buffer that continues with the logged values."""
-        more = StepBuffer(self.step, self._complaints)
-        more._pending = {key: PendingValue(p.aggregation, list(p.parts)) for key, p in self._pending.items() if not key.source}
-        more._stand_ins, more._shared = set(self._stand_ins), set(self._shared)
-        return more
-
-    def part(self, sources: Iterable[str]) -> StepBuffer:
-        """A new buffer with the stored rows of ``sources`` and the logged values. This one is unchanged."""
-        self.join_streams()
-        wanted, found = set(sources), self.scalars()
-        found._reducers = dict(self._reducers)
-        found._rows = {source: dict(places) for source, places in self._rows.items() if source in wanted}
-        found._columns = {source: columns for source, columns in self._columns.items() if source in wanted}
-        found.refused.update({source: reason for source, reason in self.refused.items() if source in wanted})
-        return found
-
-    def set_aside(self) -> StepBuffer:
-        """A new buffer with all that was measured so far. This one begins anew."""
-        earlier = copy(self)
-        earlier.are_rows_over = False
-        self._begin()
-        self._dropped = set()
-        for name in ("_columns", "_exchanged", "_reducers", "_stand_ins", "unshown"):
-            setattr(self, name, copy(getattr(self, name)))
-        return earlier
-
-    def rejoin(self, earlier: StepBuffer) -> None:
-        """What was set aside is of the same step: merge as if it never had been. Of parameters the first values count, of what an
-        optimizer's step gives the last ones.
-        """
-        earlier.join_streams()
-        _rejoin_values(self, earlier)
-        _rejoin_rows(self, earlier)
-        added = {name: earlier.noted[name] + fact for name, fact in self.noted.items() if name in _ADDED & earlier.noted.keys()}
-        losses = [buffer.extras.pop(f"rows/{call}") for buffer in (earlier, self) for call in range(len(buffer.rows))]
-        for name in _UNITED:
-            setattr(self, name, getattr(earlier, name) | getattr(self, name))
-        self.noted |= added
-        self.extras |= {f"rows/{call}": each for call, each in enumerate(losses)}
-        self.rows, self.rng = [*earlier.rows, *self.rows], earlier.rng
-
-    def _is_dropped(self, source: str, name: str) -> bool:
-        return self._dropped is not None and not self._dropped.isdisjoint({(source, name), (source, None)})
 
     def refuse(self, source: str, name: str, reason: str) -> None:
         """Mark a tensor as not measurable, which also prevents sums over the whole source."""
@@ -661,17 +609,91 @@ class StepBuffer:
         self.clear(source)
         self.absent[source, ""] = self.refused[source] = reason
 
-    def withhold(self, key: Key, reason: str) -> None:
-        self._pending.pop(key, None)
-        self.absent[key.source, "/".join(filter(None, key[1:]))] = reason
+    def absorb(self, other: StepBuffer) -> None:
+        """Merge the values of :meth:`merge_rows` and :meth:`merge_value` in ``other``, unless the value here is that of all ranks; what was
+        put there replaces what is here.
+        """
+        other.join_streams()
+        self._streams.update(other._streams)
+        for source, of in other._sources.items():
+            for name, parts in of.parts.items():
+                for row in parts:
+                    self.merge_rows(source, [name], row.unsqueeze(0), of.columns)
+            if of.rows:
+                self._source(source, of.columns).rows.update(of.rows)
+        for key, value in other._values.items():
+            is_of_all = key in self._values and self._values[key].of_all
+            if not is_of_all and (key.source or self._takes(key, value.stands_in)):
+                self._merge(key, value)
+        self._finals.update(other._finals)
+        self.absent.update(other.absent)
+        self.refused.update(other.refused)
 
-    def withhold_values(self, watches: Callable[[Key], bool], reason: str) -> None:
-        """Remove this rank's values of its own batches, which those of other ranks were not merged with."""
-        sources = {source for source, _ in self.merged_rows_of_calls()}
-        for source in sources | {key.source for key in self._pending if key.source in SHARED_SOURCES}:
-            self.refuse_all(source, reason)
-        for key in self.shared_values(watches):
-            self.withhold(key, reason)
+    def part(self, sources: Collection[str] = ()) -> StepBuffer:
+        """A new buffer that continues with the logged values, and has the stored rows of ``sources``. This one is unchanged."""
+        if self._streams:
+            self.join_streams()
+        found = StepBuffer(self.step, self._complaints)
+        found._streams, found._has_stand_ins = dict(self._streams), self._has_stand_ins
+        for key, value in self._values.items():
+            if not key.source:
+                found._values[key] = known = copy(value)
+                known.parts = [*value.parts]
+        for source, of in self._sources.items():
+            if source in sources:
+                found._source(source, of.columns).rows = dict(of.rows)
+        for source, reason in self.refused.items():
+            if source in sources:
+                found.refused[source] = reason
+        return found
+
+    def set_aside(self) -> StepBuffer:
+        """A new buffer with all that was measured so far. This one begins anew."""
+        earlier = copy(self)
+        self._begin()
+        earlier.are_rows_over, self._dropped = False, set()
+        return earlier
+
+    def rejoin(self, earlier: StepBuffer) -> None:
+        """What was set aside is of the same step: merge as if it never had been. Of parameters the first values count, of what an
+        optimizer's step gives the last ones.
+        """
+        earlier.join_streams()
+        self._streams.update(earlier._streams)
+        dropped = self._dropped or set()
+
+        def is_left(source: str, name: str) -> bool:
+            return dropped.isdisjoint({(source, name), (source, None)})
+
+        for source, was in earlier._sources.items():
+            of = self._source(source, was.columns)
+            for name, place in was.rows.items():
+                if (source in _FIRST or name not in of.rows) and is_left(source, name):
+                    of.rows[name] = place
+            parts = {name: rows for name, rows in was.parts.items() if is_left(source, name)}
+            for name, rows in of.parts.items():
+                parts.setdefault(name, []).extend(rows)
+            of.parts = parts
+        since, self._values = self._values, {}
+        for key, value in earlier._values.items():
+            is_replaced = key in since and since[key].replaces
+            if key.source in _FIRST or (not is_replaced and is_left(key.source, key.name)):
+                self._values[key] = value
+        for key, value in since.items():
+            known = self._values.setdefault(key, value)
+            if known is not value and key.source not in _FIRST:
+                known.parts += value.parts
+                known.reducer = value.reducer or known.reducer
+        before = earlier._finals.items()
+        left = {key: place for key, place in before if key not in self._finals and is_left(key.source, key.name)}
+        self._finals = left | self._finals
+        added = {name: earlier.noted[name] + fact for name, fact in self.noted.items() if name in _ADDED & earlier.noted.keys()}
+        for name in _UNITED:
+            setattr(self, name, getattr(earlier, name) | getattr(self, name))
+        self.noted |= added
+        self.rows, self.rng = [*earlier.rows, *self.rows], earlier.rng
+        self._has_stand_ins |= earlier._has_stand_ins
+        self._dropped = None if earlier._dropped is None else earlier._dropped | dropped
 
     def warn_of_skew(self) -> None:
         """Warn that ranks have exchanged values of different steps, which are useless."""
@@ -681,12 +703,9 @@ class StepBuffer:
 
     def log_sample_losses(self, ids: Identities, losses: Tensor) -> None:
         if self.are_rows_over:
-            for call in range(len(self.rows)):
-                del self.extras[f"rows/{call}"]
             self.rows, self.are_rows_over = [], False
-        self.extras[f"rows/{len(self.rows)}"] = largest_of(losses, ids)
         # a list may be filled anew before the numbers are on the host
-        self.rows.append((ids if isinstance(ids, Tensor) else list(ids), len(losses)))
+        self.rows.append((ids if isinstance(ids, Tensor) else list(ids), len(losses), largest_of(losses, ids)))
 
     def _note_stream(self, device: torch.device) -> None:
         number = stream_number(device)
@@ -708,13 +727,23 @@ class StepBuffer:
             self._note_stream(device)
 
     def _on_device(self) -> Iterator[Tensor]:
-        yield from _blocks_of(self._rows.values()).values()
-        yield from chain(*self._parts.values(), *(pending.parts for pending in self._pending.values()))
-        yield from _blocks_of([self._finals]).values()
-        yield from self._counts.values()
+        yield from self._blocks().values()
+        for _, _, parts in self._parts():
+            yield from parts
+        for value in self._values.values():
+            yield from value.parts
+            if value.there is not None:
+                yield value.there
         yield from (sums for _, sums in self._contributions.values())
         yield from (fact for fact in self.noted.values() if isinstance(fact, Tensor))
         yield from self.extras.values()
+        yield from (numbers for *_, numbers in self.rows)
+
+    def _blocks(self) -> dict[int, Tensor]:
+        """The tensors that rows and final values are in by id, each once."""
+        places = map(dict.values, (*map(_ROWS, self._sources.values()), self._finals))
+        blocks = [*map(_BLOCK, chain.from_iterable(places))]
+        return dict(zip(map(id, blocks), blocks, strict=True))
 
     def start_readback(self) -> PendingReadback:
         """Start the copy to the host, after which nothing may be stored. Does not synchronise."""
@@ -726,69 +755,31 @@ class StepBuffer:
         return self.start_readback().land()
 
 
-def _blocks_of(places: Iterable[dict[Any, tuple[Tensor, int]]]) -> dict[int, Tensor]:
-    """The tensors at these places by id, each once."""
-    blocks = [*map(_BLOCK, chain.from_iterable(map(dict.values, places)))]
-    return dict(zip(map(id, blocks), blocks, strict=True))
-
-
-def _rejoin_values(late: StepBuffer, earlier: StepBuffer) -> None:
-    found = {
-        key: PendingValue(value.aggregation, [*value.parts])
-        for key, value in earlier._pending.items()
-        if key.source in _FIRST or not (key in late._replaced or late._is_dropped(key.source, key.name))
-    }
-    for key, value in late._pending.items():
-        if key in found and key.source not in _FIRST:
-            found[key].parts += value.parts
-        else:
-            found.setdefault(key, value)
-    finals = {
-        key: place
-        for key, place in earlier._finals.items()
-        if not late._is_dropped(key.source, key.name) and (key.source in _FIRST or key not in late._finals)
-    }
-    finals.update((key, place) for key, place in late._finals.items() if key not in finals)
-    late._pending, late._finals = found, finals
-
-
-def _rejoin_rows(late: StepBuffer, earlier: StepBuffer) -> None:
-    for source in earlier._rows:
-        kept = () if source in _FIRST else late.names_of(source)
-        names = [name for name in earlier._rows[source] if name not in kept and not late._is_dropped(source, name)]
-        late._take_rows(earlier, source, names)
-    parts = {where: list(rows) for where, rows in earlier._parts.items() if not late._is_dropped(*where)}
-    for where, rows in late._parts.items():
-        parts.setdefault(where, []).extend(rows)
-    late._parts = parts
-    late._dropped = None if earlier._dropped is None else earlier._dropped | (late._dropped or set())
-    for source in {source for source, _ in parts} & earlier._columns.keys():
-        late._narrow(source, earlier._columns[source])
-
-
 class PendingReadback:
     def __init__(self, buffer: StepBuffer) -> None:
         self.buffer = buffer
         self.extras: dict[str, Tensor] = {}  # what plugins have sent along, once the copy has landed: float64
-        # merged on the host, which is cheaper than one launch for each
-        counts = zip(buffer._parts, map(len, buffer._parts.values()), strict=True)
-        self._merged = [*filter(itemgetter(1), counts)]
+        self.rows: list[tuple[Identities, int, Tensor]] = []  # logged ones, likewise
+        self._parts = buffer._parts()  # merged on the host, which is cheaper than one launch for each
         reduced = self._reduced(buffer)
-        self._keys = [*reduced]
-        self._blocks = _blocks_of([*buffer._rows.values(), buffer._finals])
-        parts = chain.from_iterable(buffer._parts.values())
+        self._keys, self._blocks = [*reduced], buffer._blocks()
+        self._flags: dict[Key, Tensor] = {}
+        for key, value in buffer._values.items():
+            if value.there is not None:
+                self._flags[key] = value.there
         facts = []
         for fact in buffer.noted.values():
             if isinstance(fact, Tensor):
                 facts.append(fact)
-        scalars = chain(reduced.values(), facts, buffer._counts.values())
-        self.arrival = DeviceToHostCopy([*self._blocks.values(), *parts, *scalars, *buffer.extras.values()])
+        parts, losses = chain.from_iterable(map(_THIRD, self._parts)), map(_THIRD, buffer.rows)
+        scalars = chain(reduced.values(), facts, self._flags.values())
+        self.arrival = DeviceToHostCopy([*self._blocks.values(), *parts, *scalars, *buffer.extras.values(), *losses])
 
     @staticmethod
     def _reduced(buffer: StepBuffer) -> dict[Key, Tensor]:
         """Final scalars; several for a key whose aggregation returned a dict."""
         reduced: dict[Key, Tensor] = {}
-        for key, pending in buffer._pending.items():
+        for key, pending in buffer._values.items():
             try:
                 reduced.update(finished(key, pending))
             except Exception as error:
@@ -803,14 +794,7 @@ class PendingReadback:
         """Tables by source, custom values and facts, on the host. Waits for the copy, once per device."""
         buffer, host = self.buffer, iter(self.arrival.land())
         blocks = dict(zip(self._blocks, host, strict=False))
-        merged: dict[tuple[str, str], tuple[Tensor, int]] = {}
-        if self._merged:
-            owners = [number for number, (_, count) in enumerate(self._merged) for _ in range(count)]
-            rows = torch.stack([*islice(host, len(owners))])
-            rows = rows if len(owners) == len(self._merged) else merge_by_group(rows, owners, len(self._merged))
-            blocks[id(rows)] = rows
-            merged = {where: (rows, row) for row, (where, _) in enumerate(self._merged)}
-        tables = self._tables(blocks, merged)
+        tables = self._tables(blocks, host)
         values = dict(zip(self._keys, map(float, host), strict=False))
         facts: dict[str, float] = {}
         for name, fact in buffer.noted.items():
@@ -818,33 +802,43 @@ class PendingReadback:
         if facts.pop(SKEW, 0.0):
             buffer.warn_of_skew()
             return {}, {}, facts
-        for key, contributed in zip(buffer._counts, map(float, host), strict=False):
-            if not contributed:
+        for key, is_there in zip(self._flags, map(float, host), strict=False):
+            if not is_there:
                 values.pop(key, None)
         if buffer._finals:
             finals = {number: vector.tolist() for number, vector in blocks.items() if vector.dim() == 1}
             values.update({key: finals[id(vector)][place] for key, (vector, place) in buffer._finals.items()})
-        self.extras = dict(zip(buffer.extras, host, strict=True))
+        self.extras = dict(zip(buffer.extras, host, strict=False))
+        for ids, length, _ in buffer.rows:
+            self.rows.append((ids, length, next(host)))
         return tables, values, facts
 
-    def _tables(
-        self, blocks: Mapping[int, Tensor], merged: Mapping[tuple[str, str], tuple[Tensor, int]]
-    ) -> dict[str, StatsTable]:
-        """The tables by source, from what was put and what was ``merged``; ``blocks``: rows on the host by the id of those in places."""
-        buffer = self.buffer
-        found = dict(zip(buffer._rows, map(dict.copy, buffer._rows.values()), strict=True))
-        for source, name in buffer._exchanged:
-            place = found.get(source, {}).get(name)
-            if place is not None and not blocks[id(place[0])][place[1], Column.COUNT] > 0:  # no rank had any
-                del found[source][name]
-        for (source, name), place in merged.items():
-            found.setdefault(source, {})[name] = place
+    def _tables(self, blocks: dict[int, Tensor], host: Iterator[Tensor]) -> dict[str, StatsTable]:
+        """The tables by source, from what was put, and from the parts that are the next ones on the ``host``; ``blocks``: what was put
+        there by the id of the tensor in places.
+        """
+        sources = self.buffer._sources
+        found: dict[str, Rows] = {}
+        for source, of in sources.items():
+            if of.rows:
+                found[source] = of.rows.copy()
+            for name in of.exchanged & of.rows.keys():
+                block, row = of.rows[name]
+                if not blocks[id(block)][row, Column.COUNT] > 0:  # no rank had any
+                    del found[source][name]
+        if self._parts:
+            owners = [number for number, (*_, parts) in enumerate(self._parts) for _ in parts]
+            rows = torch.stack([*islice(host, len(owners))])
+            rows = rows if len(owners) == len(self._parts) else merge_by_group(rows, owners, len(self._parts))
+            blocks[id(rows)] = rows
+            for row, (source, name, _) in enumerate(self._parts):
+                found.setdefault(source, {})[name] = rows, row
         tables: dict[str, StatsTable] = {}
         for source, places in found.items():
             if places:
-                names, (known, _) = tuple(places), buffer._last.get(source, ((), None))
-                rows = _rows_at(places.values(), blocks)
-                tables[source] = StatsTable(known if known == names else names, rows, buffer._columns[source])
+                names, (known, _) = tuple(places), sources[source].last
+                table = _rows_at(places.values(), blocks)
+                tables[source] = StatsTable(known if known == names else names, table, sources[source].columns)
         if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
             tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
         return tables

@@ -384,9 +384,6 @@ class _Naming(NamedTuple):
     def of_user(self, name: str) -> str:
         return name if self.format_name is None else self.format_name(name)
 
-    def shown(self, name: str) -> str:
-        return self.of_user(self.in_whole(name))
-
     def is_excluded(self, name: str) -> bool:
         """Of a name in the whole model."""
         return self.excluded is not None and self.excluded.search(name) is not None
@@ -408,54 +405,66 @@ class ModelIndex:
         whole: WholeModel | None = None,  # the model that ``module`` is a part of, where other ranks have the others
     ) -> None:
         self.source = source
-        self.foreign: set[str] = set()  # parameters that only other ranks have
-        refs = ParameterRefs(module)
+        refs, naming = ParameterRefs(module), _Naming(module, whole, format_name, excluded)
         raw = {name: (parameter, place) for name, parameter, place in refs.parameters(module)}
-        short = canonical_names(raw)
-        naming = _Naming(module, whole, format_name, excluded)
+        own = {naming.in_whole(name): raw_name for raw_name, name in canonical_names(raw).items()}
         self.names: list[str] = []
         self.parameters: dict[str, dict[str, Any]] = {}  # shape and dtype by name, for the run directory
         self.references: list[Place] = []
         self.matrices: dict[str, int] = {}  # of two or more dimensions, with their fan-in, 0 for what is no factor
         self.kernels: set[str] = set()  # of convolutions, with three dimensions, which elsewhere are a stack of matrices
         self.spread: set[str] = set()  # sharded or rank-specific parameters
-        self.on_mesh = False  # whether any parameter is a DTensor
         self.excluded: set[str] = set()
+        self.foreign: set[str] = set()  # parameters that only other ranks have
         self.aliases: dict[str, list[str]] = {}
-        name_of: dict[int, str] = {}
-        for raw_name, (parameter, place) in raw.items():
-            name = name_of[id(parameter)] = naming.shown(short[raw_name])
+        trained = set()
+        described = {} if whole is None else whole.facts
+        # with other parts elsewhere without one that has come since on this rank: all ranks exchange the same rows
+        for in_whole in own if whole is None else described:
+            name = naming.of_user(in_whole)
+            parameter, place = raw[own[in_whole]] if in_whole in own else (None, _nowhere)
+            if parameter is None:
+                self.foreign.add(name)
+            fact = described[in_whole] if parameter is None else self._described(module, own[in_whole], name, parameter)
             self.names.append(name)
-            shape = source.shape(parameter)
-            self.parameters[name] = {"shape": list(shape), "dtype": str(parameter.dtype)}
             self.references.append(place)
-            if len(shape) >= 2:
-                owners = _owners(module, raw_name)
-                self.matrices[name] = math.prod(shape[1:]) if isinstance(owners[-1], _LINEAR) else 0
-                if len(shape) == 3 and _convolves(owners):
-                    self.kernels.add(name)
-            self.on_mesh |= is_dtensor(parameter)
-            is_part = source is not PLAIN_GRADIENTS and source.is_part(parameter)
-            if is_part or is_sharded(parameter) or (distinct is not None and distinct.search(name)):
+            self.parameters[name] = {"shape": list(fact.shape), "dtype": fact.dtype}
+            if fact.fan_in >= 0:
+                self.matrices[name] = fact.fan_in
+            if whole is not None or (distinct is not None and distinct.search(name)):
                 self.spread.add(name)
-            if naming.is_excluded(naming.in_whole(short[raw_name])):
+            if naming.is_excluded(in_whole):
                 self.excluded.add(name)
-        self.homes: list[int] = []  # with other parts elsewhere: the first rank that has each parameter
+            # as it was when ranks met: what one of them freezes or thaws later is not known to the others
+            if described.get(in_whole, fact).is_trained:
+                trained.add(name)
+        self.trainable = TrainableNames(trained)
+        # with other parts elsewhere: the first rank that has each parameter
+        self.homes: list[int] = [] if whole is None else [whole.homes[name] for name in whole.facts]
         # then also the parameters of each of the optimizers' groups, and the settings of all of them
-        self.groups: list[frozenset[str]] | None = None
-        self.cards: list[dict[str, Any]] | None = None
-        self.trainable = TrainableNames(name_of[id(parameter)] for parameter, _ in raw.values() if parameter.requires_grad)
-        if whole is not None:
-            self._widen(whole, naming)
+        self.groups = None if whole is None else [frozenset(map(naming.of_user, names)) for names in whole.groups()]
+        cards = [] if whole is None else whole.cards
+        self.cards = [{**card, "parameters": list(map(naming.of_user, card["parameters"]))} for card in cards] or None
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise ValueError(f"format_module_name_fn gives the name {twice!r} to more than one parameter; names must differ")
+        name_of = {id(raw[raw_name][0]): naming.of_user(name) for name, raw_name in own.items()}
         for raw_name, parameter, _ in refs.parameters(module, remove_duplicate=False):
             # torch leaves out modules that compare equal to others
             known, alias = name_of.get(id(parameter)), naming.in_whole(canonical_name(raw_name))
             if raw_name not in raw and known not in (None, alias):
                 self.aliases.setdefault(known, []).append(alias)
         self._take_modules(dict(module.named_modules()), refs, naming)
+
+    def _described(self, module: nn.Module, raw_name: str, name: str, parameter: nn.Parameter) -> PartFacts:
+        """What a parameter of this rank is; notes kernels, and those that ranks have parts of."""
+        shape, owners = self.source.shape(parameter), _owners(module, raw_name)
+        if len(shape) == 3 and _convolves(owners):
+            self.kernels.add(name)
+        if is_sharded(parameter) or (self.source is not PLAIN_GRADIENTS and self.source.is_part(parameter)):
+            self.spread.add(name)
+        fan_in = -1 if len(shape) < 2 else math.prod(shape[1:]) if isinstance(owners[-1], _LINEAR) else 0
+        return PartFacts(0, name, shape, str(parameter.dtype), parameter.requires_grad, fan_in, -1)
 
     def _take_modules(self, modules: Mapping[str, nn.Module], refs: ParameterRefs, naming: _Naming) -> None:
         self._refs, self._watched = refs, [weakref.ref(module) for module in modules.values()]
@@ -471,39 +480,12 @@ class ModelIndex:
         # a wrapper such as DDP or a compiled module represents the only module that it holds
         owners = {name: wrapped_in(modules[name.rpartition(".")[0]]) for name in modules}
         short = canonical_names(name for name, module in modules.items() if not name or owners[name] is not module)
-        for raw_name, name in short.items():
-            if name == ROOT or not naming.is_excluded(naming.in_whole(name)):
-                self.modules[naming.shown(name)] = weakref.ref(modules[raw_name])
-        own = {naming.shown(name): kind_of(modules[raw]) for raw, name in short.items()}
-        elsewhere = {} if naming.whole is None else naming.whole.kinds
-        self.kinds: dict[str, str] = {**{naming.of_user(name): kind for name, kind in elsewhere.items()}, **own}
-        for name in elsewhere:
-            if not naming.is_excluded(name) and naming.of_user(name) not in own:
-                self.modules[naming.of_user(name)] = _nowhere
-
-    def _widen(self, whole: WholeModel, naming: _Naming) -> None:
-        places, known, of_user = dict(zip(self.names, self.references, strict=True)), self.parameters, naming.of_user
-        facts = {of_user(name): fact for name, fact in whole.facts.items()}
-        homes = {of_user(name): rank for name, rank in whole.homes.items()}
-        self.names = list(facts)  # without one that has come since on this rank: all ranks exchange the same rows
-        self.references = [places.get(name, _nowhere) for name in self.names]
-        self.homes = [homes[name] for name in self.names]
-        self.parameters = {
-            name: known[name] if name in known else {"shape": list(facts[name].shape), "dtype": facts[name].dtype}
-            for name in self.names
-        }
-        self.matrices = {
-            name: self.matrices[name] if name in self.matrices else facts[name].fan_in
-            for name in self.names
-            if name in self.matrices or (name not in places and facts[name].fan_in >= 0)
-        }
-        self.foreign = set(self.names) - places.keys()
-        self.spread = set(self.names)
-        self.excluded = {of_user(name) for name in whole.facts if naming.is_excluded(name)}
-        self.groups = [frozenset(map(of_user, names)) for names in whole.groups()]
-        self.cards = [{**card, "parameters": list(map(of_user, card["parameters"]))} for card in whole.cards]
-        # as it was when ranks met: what one of them freezes or thaws later is not known to the others
-        self.trainable = TrainableNames(name for name in self.names if facts[name].is_trained)
+        own = {naming.in_whole(name): modules[raw_name] for raw_name, name in short.items()}
+        kinds = {**({} if naming.whole is None else naming.whole.kinds), **{name: kind_of(one) for name, one in own.items()}}
+        self.kinds = {naming.of_user(name): kind for name, kind in kinds.items()}
+        for name in dict.fromkeys([*own, *kinds]):
+            if name == ROOT or not naming.is_excluded(name):
+                self.modules[naming.of_user(name)] = weakref.ref(own[name]) if name in own else _nowhere
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -282,53 +282,46 @@ def _check_name(name: object, source: str) -> None:
 # --- Values of built-in metrics, which are views of measured rows of statistics ---
 
 
-class ViewGroup(NamedTuple):
-    # each metric with its keys, and the rows of their tensors; None for all rows
-    found: Sequence[tuple[str, Sequence[Key], Sequence[int] | None]]
-    keys: tuple[Key, ...]  # all of them; a table with the same tensors has the same tuple
-    table: str  # the source whose table the values are views of; empty for ratios, which no table has
+class Views(NamedTuple):
+    """The values of one metric in a table of statistics."""
+
+    metric: str
+    keys: tuple[Key, ...]  # a table with the same tensors has the same tuple
+    places: Sequence[int] | None  # the rows of their tensors; None for all rows
+
+    @classmethod
+    def of(cls, metric: str, keys: Iterable[Key], places: Sequence[int], rows: int) -> Views:
+        """``places`` in a table with this number of ``rows``."""
+        return cls(metric, tuple(keys), None if places == [*range(rows)] else places)
 
 
-def view_group(found: Iterable[tuple[str, Sequence[Key], Sequence[int]]], rows: int, table: str) -> ViewGroup:
-    """The group of metrics that are ``found``, each with keys and rows, in a table with this number of ``rows``."""
-    all_rows = list(range(rows))
-    placed = [(metric, keys, None if places == all_rows else places) for metric, keys, places in found]
-    return ViewGroup(placed, tuple(key for _, keys, _ in placed for key in keys), table)
-
-
-def blocks_of(groups: Sequence[ViewGroup], table: StatsTable, base: StatsTable | None = None) -> list[Block]:
-    """The values of ``groups`` for the rows of ``table``, undefined ones left out; ``base`` holds the denominators of ratios."""
-    if not groups:
+def blocks_of(found: Sequence[Views], table: StatsTable, source: str, base: StatsTable | None = None) -> list[Block]:
+    """The values for the rows of the ``table`` of ``source``, undefined ones left out; ``base`` holds the denominators of ratios, which are
+    views of no table.
+    """
+    if not found:
         return []
     columns = table.rows.unbind(1)
     finite = have("finite elements", columns)
     # where all rows have finite elements, as in nearly every step, they have all that a view needs
     there = dict.fromkeys(NEEDS, finite) if bool(finite.all()) else {"finite elements": finite}
-    return [_block(group, table.rows, columns, there, base) for group in groups]
-
-
-def _block(
-    group: ViewGroup, rows: Tensor, columns: tuple[Tensor, ...], there: dict[str, Tensor], base: StatsTable | None
-) -> Block:
-    """The values of ``group``; ``there`` has for each need of a view the rows that meet it, as far as that is known."""
-    values: list[Tensor] = []
-    defined: list[Tensor] = []
-    for metric, wanted, places in group.found:
+    blocks = []
+    for metric, keys, places in found:
+        rows = table.rows if places is None else table.rows[places]
         if metric == "ratio":
-            value, exists = _ratios(rows if places is None else rows[places], base, [key.name for key in wanted])
+            values, exists = _ratios(rows, base, [key.name for key in keys])
         else:
+            of, known = (columns, there) if places is None else (rows.unbind(1), {})
             view = VIEWS[metric]
-            of, known = (columns, there) if places is None else (rows[places].unbind(1), {})
             if view.needs not in known:
                 known[view.needs] = have(view.needs, of)
-            value, exists = view.of(of), known[view.needs]
-        values.append(value)
-        defined.append(exists)
-    numbers = _numbers(values[0] if len(values) == 1 else torch.cat(values))
-    if all(exists.all() for exists in set(defined)):  # views with the same needs share one tensor
-        return Block(group.keys, numbers, group.table)
-    chosen = torch.cat(defined).tolist()
-    return Block(tuple(compress(group.keys, chosen)), array("d", compress(numbers, chosen)), group.table)
+            values, exists = view.of(of), known[view.needs]
+        numbers = _numbers(values)
+        if not exists.all():
+            chosen = exists.tolist()
+            keys, numbers = tuple(compress(keys, chosen)), array("d", compress(numbers, chosen))
+        blocks.append(Block(keys, numbers, "" if metric == "ratio" else source))
+    return blocks
 
 
 def _numbers(values: Tensor) -> array[float]:
@@ -344,10 +337,8 @@ def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]
 def _ratios(rows: Tensor, base: StatsTable | None, found: list[str]) -> tuple[Tensor, Tensor]:
     if base is None:
         return rows.new_zeros(len(found)), torch.zeros(len(found), dtype=torch.bool, device=rows.device)
-    where = {name: row for row, name in enumerate(base.names)}
-    denominators = base.rows[[where[name] for name in found]][:, Column.SQUARE_SUM].sqrt()
-    ratios = rows[:, Column.SQUARE_SUM].sqrt() / denominators
-    return ratios, denominators > 0
+    denominators = base.rows[[base.row_of[name] for name in found]][:, Column.SQUARE_SUM].sqrt()
+    return rows[:, Column.SQUARE_SUM].sqrt() / denominators, denominators > 0
 
 
 def value_in(table: StatsTable | None, key: Key) -> float | None:
@@ -379,7 +370,7 @@ class SourcePlan:
     spread: frozenset[int] = frozenset()  # positions of sharded tensors, whose rows are merged over ranks
     is_whole: bool = False  # the squares of all tensors of whole-model values are measured
     kernels: frozenset[int] = frozenset()  # positions of kernels of convolutions with three dimensions
-    _last: dict[tuple[str, ...], list[ViewGroup]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _last: dict[tuple[str, ...], list[Views]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def exchanged(self) -> list[str]:
@@ -407,21 +398,16 @@ class SourcePlan:
         return self.names if len(positions) == len(self.names) else [self.names[position] for position in positions]
 
     def evaluate(self, table: StatsTable, base: StatsTable | None = None) -> list[Block]:
-        return blocks_of(self._groups(table.names), table, base)
-
-    def _groups(self, names: tuple[str, ...]) -> list[ViewGroup]:
-        """The metrics that apply to any of these tensors: those that the rows suffice for, and ratios."""
-        groups = self._last.get(names)
-        if groups is None:  # most tables of a source have the same names
-            where = {name: row for row, name in enumerate(names)}
-            applied = [(metric, [key for key in wanted if key.name in where]) for metric, wanted in self.views]
-            found = [(metric.name, keys, [where[key.name] for key in keys]) for metric, keys in applied if keys]
-            views = [one for one in found if one[0] != "ratio"]
-            ratios = [one for one in found if one[0] == "ratio"]
-            groups = [view_group(of, len(names), table) for of, table in ((views, self.source), (ratios, "")) if of]
+        found = self._last.get(table.names)
+        if found is None:  # most tables of a source have the same names
+            found, row_of = [], table.row_of
+            # those that the rows suffice for, then ratios
+            for metric, wanted in sorted(self.views, key=lambda view: view[0].name == "ratio"):
+                if keys := [key for key in wanted if key.name in row_of]:
+                    found.append(Views.of(metric.name, keys, [row_of[key.name] for key in keys], len(row_of)))
             self._last.clear()
-            self._last[names] = groups
-        return groups
+            self._last[table.names] = found
+        return blocks_of(found, table, self.source, base)
 
 
 def compile_plan(source: str, metrics: Iterable[Metric], inventory: ModelIndex, always: frozenset[Column]) -> SourcePlan:

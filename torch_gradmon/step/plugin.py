@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,57 +33,78 @@ class OptimizerContext(NamedTuple):
     is_stale: bool = False
 
 
-class PluginContext(Protocol):
+class PluginContext:
     """What a monitor offers its plugins."""
+
+    def __init__(self, lifecycle: Any, plugin: Plugin) -> None:
+        self._lifecycle, self._plugin = lifecycle, plugin  # the first is the StepLifecycle of a room above
 
     @property
     def module(self) -> nn.Module | None:
         """The watched model, while it lives."""
+        found: nn.Module | None = self._lifecycle.planning.planner.module
+        return found
 
     @property
     def matrices(self) -> Set[str]:
         """Names of the watched parameters of two or more dimensions, as in keys."""
+        inventory = self._lifecycle.planning.planner.inventory
+        return frozenset() if inventory is None else inventory.matrices.keys()
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The attached optimizers, in the order in which they step; empty without :meth:`ModuleMonitor.attach`."""
+        return getattr(self._lifecycle.planning.loop, "optimizers", [])
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The GradScaler that is known by now."""
+        return getattr(self._lifecycle.planning.loop, "scaler", None)
 
     @property
     def ranks_synchronised(self) -> bool:
         """Whether the ranks exchange values, so that all of them must monitor the same steps."""
+        return bool(self._lifecycle.pipeline.ranks_synchronised)
 
     @property
     def last_step(self) -> int | None:
         """The last step that closed."""
-
-    def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the plugin within the monitor's fence, as hooks of its own on the model must. None where it fails."""
-
-    def warn(self, key: str, message: str, error: Exception | None = None) -> None:
-        """Warn once for each ``key``, and count the rest."""
-
-    def annotate_run(self, **facts: Any) -> None:
-        """Add facts to the run directory."""
+        found: int | None = self._lifecycle.state.clock.ended
+        return found
 
     @property
     def step(self) -> int | None:
         """The open step, or the last one."""
+        found: int | None = self._lifecycle.state.clock.step
+        return found
 
     @property
     def is_step_open(self) -> bool:
         """Whether a step is open."""
+        return bool(self._lifecycle.state.is_open)
 
     @property
     def is_paused(self) -> bool:
         """Whether what happens now is no training; see :meth:`ModuleMonitor.no_monitor`."""
+        return bool(self._lifecycle.state.is_paused)
 
     @property
     def coming_step(self) -> int:
         """The step that a call of the model at this moment belongs to; it may not be open yet."""
+        step = self.step
+        return 0 if step is None else step if self.is_step_open else step + 1
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the plugin within the monitor's fence, as hooks of its own on the model must. None where it fails."""
+        return self._lifecycle.fence.run(self._lifecycle.plugins.call_one, self._plugin, method, *args)
+
+    def warn(self, key: str, message: str, error: Exception | None = None) -> None:
+        """Warn once for each ``key``, and count the rest."""
+        self._lifecycle.fence.complaints.add(key, message, error)
+
+    def annotate_run(self, **facts: Any) -> None:
+        """Add facts to the run directory."""
+        self._lifecycle.pipeline.directory.annotate(**facts)
 
     def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
         """A built-in metric for :meth:`set_overlay`, such as ``("activation", "std")``.
@@ -91,21 +112,29 @@ class PluginContext(Protocol):
         Raises:
             ValueError: there is no such metric.
         """
+        made: Metric = self._lifecycle.planning.planner.registry.make(source, name, every=every, shown=False)
+        return made
 
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
         """Measure ``metrics`` in addition to those of the script, under this plugin's ``name``; None removes them.
 
         With ``replaces_hidden`` they replace those of the script that are not shown.
         """
+        self._lifecycle.planning.planner.registry.set_overlay(name, metrics, replaces_hidden)
+        self._lifecycle.planning.planner.changed()
 
     def request_replan(self, drop_hooks: bool = False) -> None:
         """What is measured has changed: register the hooks for it, and with ``drop_hooks`` take those away that are not needed now."""
+        self._lifecycle.planning.replan(self._lifecycle.active, drop_hooks)
 
     def ask_cadence_again(self, script_too: bool = False) -> None:
         """Call :meth:`Plugin.wants` again for the next step, and with ``script_too`` the script's function too."""
+        self._lifecycle.planning.wake()
+        self._lifecycle.planning.cadence.ask_again(script_too)
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for the device."""
+        self._lifecycle.flush_pending()
 
 
 # --- Optional behaviour: what a plugin may do, and at which moments of a step ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -50,15 +50,19 @@ def _defined(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) ->
     return found
 
 
-def asked_for(metrics: Iterable[Metric], names: Mapping[str, Sequence[str]], summary: Iterable[str]) -> list[Key]:
-    """The keys of all requested values; attention under its pattern, since only calls show which modules attend."""
-    found = [summary_key(name) for name in summary]
+def _requested(metrics: Iterable[Metric], names: Mapping[str, Sequence[str]]) -> Iterator[tuple[Metric, str, Key]]:
+    """Metrics with the names and keys of their values; attention under its pattern, since only calls show which modules attend."""
     for metric in metrics:
         if metric.source in n.ATTENTION_SOURCES.values():
-            found += [Key(metric.source, metric.pattern.pattern, "")] if metric.shown else []
+            yield metric, "", Key(metric.source, metric.pattern.pattern, "")
         elif metric.shown:
-            found += [Key(metric.source, name, metric.name) for name in names.get(metric.source, ()) if metric.matches(name)]
-    return found
+            for name in filter(metric.matches, names.get(metric.source, ())):
+                yield metric, name, Key(metric.source, name, metric.name)
+
+
+def asked_for(metrics: Iterable[Metric], names: Mapping[str, Sequence[str]], summary: Iterable[str]) -> list[Key]:
+    """The keys of all requested values."""
+    return [*map(summary_key, summary), *(key for metric, _, key in _requested(metrics, names) if metric.shown)]
 
 
 class ReasonContext(NamedTuple):
@@ -98,17 +102,14 @@ class Reasons:
         found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in self._situation.shown}
         found.update(self._of_layers(layers))
         attends = n.has_attention(self._situation.inventory.kinds)
-        for metric in metrics:
-            if metric.source in n.ATTENTION_SOURCES.values():
-                # a preset's values are in no key, but where attention is not seen in a model that has it, nothing else would say so
-                is_told = metric.shown or (attends and (metric.source, "") in absent)
-                if is_told and not any(
-                    key.source == metric.source for key in record.values
-                ):  # only calls show which modules attend
-                    found[Key(metric.source, metric.pattern.pattern, "")] = self._why_no_attention(metric)
-            elif metric.shown:
-                for name in filter(metric.matches, self._names.get(metric.source, ())):
-                    found[Key(metric.source, name, metric.name)] = self._why(metric, name)
+        for metric, name, key in _requested(metrics, self._names):
+            if metric.source not in n.ATTENTION_SOURCES.values():
+                found[key] = self._why(metric, name)
+            # a preset's values are in no key, but where attention is not seen in a model that has it, nothing else would say so
+            elif (metric.shown or (attends and (metric.source, "") in absent)) and not any(
+                known.source == metric.source for known in record.values
+            ):
+                found[key] = self._why_no_attention(metric)
         # tensors in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
         children = {
             (key.source, key.metric.partition(".")[0], self._owner(key.source, key.name))
@@ -267,7 +268,7 @@ class PendingStep:
 
     def add(self, late: StepBuffer) -> None:
         if self.late is None:
-            self.late = self.readback.buffer.scalars()
+            self.late = self.readback.buffer.part()
         self.late.absorb(late)
 
     def count_refusal_after(self, is_interrupted: bool) -> None:
@@ -345,8 +346,6 @@ class PendingStep:
 
     def _facts(self, tables: Mapping[str, StatsTable], noted: dict[str, float], found_inf: bool) -> StepFacts:
         buffer, active, inventory = self.readback.buffer, self.active, self.inventory
-        edited = bool(noted.pop("edited", 0))
-        rounding, rounds = noted.pop("rounding", 0.0), bool(noted.pop("rounds", 0))
         # what of the whole model was not measured in this step, although a whole-model value of it was requested since
         refused: dict[str, str] = {}
         for source, plan in active.plans.items():
@@ -362,13 +361,13 @@ class PendingStep:
         return StepFacts(
             buffer.step,
             applied=not (active.is_overflowed or found_inf or active.is_skipped),
-            edited=edited,
+            edited=bool(noted.pop("edited", 0)),
             used=buffer.used,
             trainable=inventory.trainable.trained(buffer.thawed) - buffer.frozen,
             matrices=inventory.matrices.keys(),
             refused={**refused, **buffer.refused},
-            rounding=rounding,
-            rounds=rounds,
+            rounding=noted.pop("rounding", 0.0),
+            rounds=bool(noted.pop("rounds", 0)),
             context=self._context(noted),
             ranks=self.ranks,
             refusal=found_inf or (active.is_overflowed and not active.is_interrupted and inventory.source.searches_scale()),
@@ -395,8 +394,8 @@ class PendingStep:
             attention = {metric.source for metric in due}.intersection(n.ATTENTION_SOURCES.values())
             if why := next(filter(None, (buffer.absent.get((source, "")) for source in attention)), None):
                 context[n.NO_ATTENTION] = why
-        if buffer.rows:
-            context["rows"] = merged([(*row, self.readback.extras[f"rows/{call}"]) for call, row in enumerate(buffer.rows)])
+        if self.readback.rows:
+            context["rows"] = merged(self.readback.rows)
         return context
 
 

@@ -36,8 +36,7 @@ class LayerSelection:
     def __init__(self, choice: str | re.Pattern[str] | None) -> None:
         self.choice = choice
         self._pattern = compile_pattern(choice, "layers") if choice not in (None, "all", "blocks", "top") else None
-        self._names: Sequence[str] = ()
-        self._blocks: dict[str, str] = {}
+        self._labels: tuple[Sequence[str], Mapping[str, str]] = (), {}  # of the last names
 
     def warn_of_idle(self, names: Iterable[str]) -> None:
         names = list(names)
@@ -50,22 +49,19 @@ class LayerSelection:
         """The statistics of all parameters that the values of every step need, by source."""
         return {} if self.choice is None else {n.GRADIENT_BEFORE_CLIP: SQUARES}
 
+    def _label_of(self, names: Sequence[str]) -> Mapping[str, str]:
+        """The label of each parameter that belongs to a value which is always requested: its block, or its own name."""
+        if names is not self._labels[0]:  # the same until the model changes
+            labels = {name: name for name in names if self._pattern is None or self._pattern.search(name)}
+            self._labels = names, blocks_of(names) if self.choice == "blocks" else labels
+        return self._labels[1]
+
     def members(self, names: Sequence[str]) -> dict[str, list[str]]:
         """The parameters of each value that is always requested: single parameters, those of a pattern, or blocks."""
         found: dict[str, list[str]] = {}
-        if self.choice == "blocks":
-            for name, block in self._blocks_of(names).items():
-                found.setdefault(block, []).append(name)
-            return found
-        for name in names if self.choice not in (None, "top") else ():
-            if self._pattern is None or self._pattern.search(name):
-                found[name] = [name]
+        for name, label in self._label_of(names).items() if self.choice not in (None, "top") else ():
+            found.setdefault(label, []).append(name)
         return found
-
-    def _blocks_of(self, names: Sequence[str]) -> dict[str, str]:
-        if names is not self._names:  # the same until the model changes
-            self._names, self._blocks = names, blocks_of(names)
-        return self._blocks
 
     def values(
         self,
@@ -75,38 +71,33 @@ class LayerSelection:
         names: Sequence[str],
     ) -> list[Block]:
         """The chosen values of one step; ``groups`` are the optimizers' parameter groups by name, ``names`` all parameters."""
-        squares = {source: table for source, table in tables.items() if table.has("norm")}
-        gradients, updates = squares.get(n.GRADIENT_BEFORE_CLIP), squares.get(n.UPDATE)
+        tables = {source: table for source, table in tables.items() if table.has("norm")}
+        gradients, updates = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.UPDATE)
         if self.choice == "top":
             return [_block(n.GRADIENT_BEFORE_CLIP, SHARE, top_shares(gradients, TOP))]
         found = []
         if gradients is not None:
-            norms = [(name, float(row[Column.SQUARE_SUM].sqrt())) for name, row in self._rows(gradients, groups, names)]
-            tensors = frozenset(gradients.names)  # a block may be a single one
+            labels, squares = self._squares(gradients, groups, names)
+            norms = list(zip(labels, squares.sqrt().tolist(), strict=True))
+            tensors = gradients.row_of  # a block may be a single one
             views, sums = [one for one in norms if one[0] in tensors], [one for one in norms if one[0] not in tensors]
             found += [_block(n.GRADIENT_BEFORE_CLIP, "norm", views, are_views=True), _block(n.GRADIENT_BEFORE_CLIP, "norm", sums)]
         if updates is not None and base is not None:
-            pairs = zip(self._rows(updates, groups, names), self._rows(base, groups, names), strict=True)
-            ratios = [
-                (name, float((row[Column.SQUARE_SUM] / before[Column.SQUARE_SUM]).sqrt()))
-                for (name, row), (_, before) in pairs
-                if before[Column.SQUARE_SUM] > 0
-            ]
+            (labels, squares), (_, before) = (self._squares(table, groups, names) for table in (updates, base))
+            changes = zip(labels, (squares / before).sqrt().tolist(), before.tolist(), strict=True)
+            ratios = [(label, ratio) for label, ratio, old in changes if old > 0]
             found.append(_block(n.UPDATE, "ratio", ratios))
         return [block for block in found if block.keys]
 
-    def _rows(
+    def _squares(
         self, table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]], names: Sequence[str]
-    ) -> list[tuple[str, Tensor]]:
-        if self.choice == "blocks":
-            sums = _sums(table, {name: label for label, members in groups for name in members})
-            of_groups = [(label, sums[label]) for label, _ in groups if label in sums and sums[label][Column.COUNT] > 0]
-            return [*_sums(table, self._blocks_of(names)).items(), *of_groups]
-        return [
-            (name, row)
-            for name, row in zip(table.names, table.rows, strict=True)
-            if self._pattern is None or self._pattern.search(name)
-        ]
+    ) -> tuple[list[str], Tensor]:
+        """The sum of squares of each label, in the order of the table, and of each group that has elements."""
+        labels, rows = _sums(table, self._label_of(names))
+        known, of_groups = _sums(table, {name: label for label, members in groups for name in members})
+        places = [known.index(label) for label, _ in groups if label in known]
+        places = [place for place in places if of_groups[place, Column.COUNT] > 0]
+        return [*labels, *(known[place] for place in places)], torch.cat([rows, of_groups[places]])[:, Column.SQUARE_SUM]
 
 
 def _block(source: str, metric: str, values: Sequence[tuple[str, float]], are_views: bool = False) -> Block:
@@ -114,12 +105,12 @@ def _block(source: str, metric: str, values: Sequence[tuple[str, float]], are_vi
     return Block(keys, array("d", [value for _, value in values]), source if are_views else "")
 
 
-def _sums(table: StatsTable, label_of: Mapping[str, str]) -> dict[str, Tensor]:
-    """One merged row for each label of parameters, in the order of the table. Exact, since rows are additive."""
+def _sums(table: StatsTable, label_of: Mapping[str, str]) -> tuple[list[str], Tensor]:
+    """The labels of parameters, in the order of the table, and one merged row for each. Exact, since rows are additive."""
     rows = [row for row, name in enumerate(table.names) if name in label_of]
     labels = [label_of[table.names[row]] for row in rows]
     number = {label: index for index, label in enumerate(dict.fromkeys(labels))}
-    return dict(zip(number, merge_by_group(table.rows[rows], [number[label] for label in labels], len(number)), strict=True))
+    return list(number), merge_by_group(table.rows[rows], [number[label] for label in labels], len(number))
 
 
 def top_shares(table: StatsTable | None, count: int) -> list[tuple[str, float]]:
