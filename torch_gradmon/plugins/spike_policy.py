@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-import mmap
-import os
-import shutil
 import tempfile
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core import keys as n
 from ..core.errors import SpikeError, WarningLog
-from ..core.files import replacing
 from ..core.keys import SUMMARY, Key
 from ..core.moments import Column, identity
 from ..core.records import SpikeEvent, StepRecord
@@ -135,12 +129,11 @@ def is_fixed(buffer: Tensor) -> bool:
 
 
 class _Kept(NamedTuple):
-    """A snapshot: after which step and how many batches it was taken, its content, and its file."""
+    """A snapshot: after which step and how many batches it was taken, and its content."""
 
     step: int
     batches: int
     load: Callable[[], Mapping[str, Any]]
-    file: Path | None
 
 
 class Snapshots:
@@ -149,7 +142,6 @@ class Snapshots:
     def __init__(self, policy: Rollback, ranks: Ranks, complaints: WarningLog) -> None:
         self._policy, self._ranks, self._complaints = policy.without_others(), ranks, complaints
         self._extra_state = [_weakly(each) for each in policy.extra_state]
-        self._directory, self._place = "", (0, 0)
         self._kept: list[_Kept] = []  # oldest first
         self._loaded: Mapping[str, Any] = {}
         self._batches = 0  # that came, or were passed over
@@ -183,48 +175,28 @@ class Snapshots:
             "options": [[{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers],
             "also": [_copied(each.state_dict()) for each in self._others()],
         }
-        self._kept.append(_Kept(step, self._batches, *self._stored(step, taken)))
-        while len(self._kept) > self._policy.keep:
-            self._drop(0)
+        self._kept.append(_Kept(step, self._batches, self._stored(taken)))
+        del self._kept[: -self._policy.keep]
 
-    def _stored(self, step: int, taken: Mapping[str, Any]) -> tuple[Callable[[], Mapping[str, Any]], Path | None]:
-        if (parent := self._policy.directory) is None:
-            return lambda: taken, None
-        if not self._directory:  # one of its own: another run may be given the same path
-            Path(parent).mkdir(parents=True, exist_ok=True)
-            self._directory = tempfile.mkdtemp(prefix=f"rank{self._ranks.rank}-", dir=parent)
-            self._place = _identity(self._directory)
-            self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
-        self._check_directory()
-        file = Path(self._directory) / f"step{step}.pt"
+    def _stored(self, taken: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
+        """How to get it back, from a file if the policy has a directory."""
+        if (directory := self._policy.directory) is None:
+            return lambda: taken
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        # it has no name, so nobody can change it, and the system removes it even if the process is killed
+        file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         leaves, shape = tree_flatten(taken)
-        tensors = {str(place): leaf for place, leaf in enumerate(leaves) if type(leaf) is Tensor}
-        with replacing(file) as target:  # a killed run leaves no half of one
-            torch.save(tensors, target)
-        leaves = [None if type(leaf) is Tensor else leaf for leaf in leaves]
-        checksum = _checksum(file)
+        others = [None if type(leaf) is Tensor else leaf for leaf in leaves]
 
         def load() -> Mapping[str, Any]:
-            if _checksum(file) != checksum:
-                raise OSError(f"{str(file)!r} was changed since it was written")
-            # of tensors alone: unpickling could run what somebody else has put there meanwhile
-            found = torch.load(file, map_location="cpu", weights_only=True)
-            kept: Mapping[str, Any] = tree_unflatten([found.get(str(place), leaf) for place, leaf in enumerate(leaves)], shape)
+            file.seek(0)
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+            kept: Mapping[str, Any] = tree_unflatten([tensors.get(place, leaf) for place, leaf in enumerate(others)], shape)
             return kept
 
-        return load, file
-
-    def _check_directory(self) -> None:
-        """Raises OSError where others have put something in the place of the directory."""
-        if _identity(self._directory) != self._place:
-            raise OSError(f"{self._directory!r} is no longer the directory that was made for snapshots")
-
-    def _drop(self, place: int) -> None:
-        dropped = self._kept.pop(place)
-        if dropped.file is not None:
-            with contextlib.suppress(OSError):
-                self._check_directory()
-                dropped.file.unlink()
+        weakref.finalize(load, file.close)
+        torch.save({place: leaf for place, leaf in enumerate(leaves) if type(leaf) is Tensor}, file)
+        return load
 
     def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> RollbackResult | None:
         """Go back after a spike in ``step``; None without a snapshot that all ranks have and can restore."""
@@ -266,11 +238,11 @@ class Snapshots:
         return list(filter(None, self._ranks.gathered(failure)))
 
     def load(self, to: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Load the snapshot of step ``to`` for :meth:`restore`. Drops later ones. Raises where other tensors are there now, or its file is
-        gone or was changed; then nothing is changed.
+        """Load the snapshot of step ``to`` for :meth:`restore`. Drops later ones. Raises where other tensors are there now; then nothing
+        is changed.
         """
         while self._kept[-1].step > to:
-            self._drop(-1)
+            del self._kept[-1]
         saved = self._kept[-1].load()
         shapes = [local_part(tensor).shape for tensor in _tensors(model, optimizers)]
         counts = [len(parameters_of(optimizer)) for optimizer in optimizers]
@@ -308,22 +280,8 @@ class Snapshots:
         return found
 
     def forget(self) -> None:
-        while self._kept:
-            self._drop(0)
-        if self._directory:
-            self._directory = ""
-            self._remove()
+        self._kept.clear()
         self._used = self._since = self.due = None
-
-
-def _identity(directory: str) -> tuple[int, int]:
-    found = os.lstat(directory)
-    return found.st_dev, found.st_ino
-
-
-def _checksum(file: Path) -> int:
-    with file.open("rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return zlib.crc32(data)
 
 
 def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
