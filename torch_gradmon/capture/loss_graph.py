@@ -87,8 +87,16 @@ def nodes_to(losses: Sequence[Tensor], parameters: Container[int]) -> list[Node]
 
 def reaches_input(losses: Sequence[Tensor]) -> bool:
     """Whether losses have a gradient in a leaf that is no parameter, such as an input that an adversarial attack moves."""
-    leaves = (getattr(node, "variable", None) for node, _ in _walk(losses, _ALL))
-    return any(leaf is not None and not isinstance(leaf, nn.Parameter) for leaf in leaves)
+    return any(not isinstance(leaf, nn.Parameter) for leaf in leaves_of(losses))
+
+
+def leaves_of(outputs: Sequence[Tensor], until: Container[Node | None] = ()) -> Iterator[Tensor]:
+    """The leaves that ``outputs`` have a gradient in, other than through the nodes ``until``."""
+    for node, inputs in _walk(outputs, _ALL):
+        if node in until:
+            inputs.clear()
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
 
 
 def _walk(losses: Sequence[Tensor], most: int) -> Iterator[tuple[Node, list[Node]]]:
