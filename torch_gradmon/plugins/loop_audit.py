@@ -146,7 +146,7 @@ class OwnershipChecks:
         if self._frozen is not None:
             return True
         frozen = {name: p for name, p in found.items() if not p[0].requires_grad and p[0].grad is not None and id(p[0]) in owned}
-        if frozen and self._tallies.is_fact("frozen-but-moving"):
+        if frozen and self._tallies.of("frozen-but-moving").is_fact:
             self._tallies.seen("frozen-but-moving", where=tuple(frozen))
         elif frozen and self._compared < _SUSPECTED:
             self._frozen = _Smallest(frozen)
@@ -468,18 +468,17 @@ class LoopAudit(Check):
     # --- scaler ----------------------------------------------------------------------------------------------------------------
 
     def on_unscaling(self, optimizer: Optimizer) -> None:
-        probed = self._optimizers.get(id(optimizer))
-        if probed is not None and probed.probe is not None and (parameter := probed.probe.place()) is not None:
-            probed.scaler.unscaling(parameter, probed.probe, optimizer)
+        if (probed := self._optimizers.get(id(optimizer))) is not None:
+            probed.unscaling(optimizer)
 
     def on_unscaled(self, optimizer: Optimizer) -> None:
         if (probed := self._optimizers.get(id(optimizer))) is not None:
-            probed.scaler.unscaled()
+            probed.unscaled()
 
     def on_loss_scaled(self) -> None:
         for probed in self._optimizers.values():
-            probed.scaler.loss_scaled()
+            probed.is_scaled = True
 
     def on_scaler_updated(self) -> None:
         for probed in self._optimizers.values():
-            probed.scaler.end_attempt()
+            probed.end_attempt()

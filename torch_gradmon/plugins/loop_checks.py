@@ -164,57 +164,6 @@ _COMPARED, _MOST = 3, 9
 _SAME = 1e-2
 
 
-class ScalerChecks:
-    """Judges the order of one optimizer's gradients and the calls of its GradScaler. ``is_alone``: see :class:`ProbedOptimizer`."""
-
-    def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
-        self._tallies, self._key, self._is_alone = tallies, key, is_alone
-        self._norms: list[tuple[float, float]] = []  # of scaled gradients, after the loop has written to them
-        self._looks, self._is_clip = 0, False
-        self.end_attempt()
-
-    def end_attempt(self) -> None:
-        self.is_active = False  # the scaler was called in this attempt
-        self.is_unscaled = False  # it has unscaled the gradients
-        self.is_scaled_since = self.is_mixed = False  # a loss was scaled after that, and its gradient was added to unscaled ones
-
-    def loss_scaled(self) -> None:
-        self.is_active = self.is_scaled_since = True
-
-    def unscaling(self, parameter: Tensor, probe: Probe, optimizer: Optimizer) -> None:
-        interval = probe.interval
-        if interval.doubtful or not interval.fired or parameter.grad is not probe.gradient:
-            return
-        probe.look(parameter)
-        if not interval.touched or self._was_clipped(optimizer):
-            self._tallies.check("clipped-while-scaled", interval.touched, self._key, probe.name)
-
-    def unscaled(self) -> None:
-        self.is_active = self.is_unscaled = True
-        self.is_scaled_since = False
-
-    def step_ended(self, probe: Probe | None) -> None:
-        """Judge the attempt after the optimizer's step, or after the scaler prevented it."""
-        if probe is not None and self.is_unscaled:
-            is_mixed = self.is_mixed or (self._is_alone and self.is_scaled_since)
-            self._tallies.check("backward-after-unscale", is_mixed, self._key, probe.name)
-        self.end_attempt()
-
-    def _was_clipped(self, optimizer: Optimizer) -> bool:
-        """Whether the loop's writes are known to be a clip. Synchronises the device a few times in total."""
-        if self._is_clip or self._looks >= _MOST:
-            return self._is_clip
-        self._looks += 1
-        found = _norm_and_largest(optimizer)
-        if all(map(math.isfinite, found)):  # steps that overflow are no evidence
-            self._norms = [*self._norms[1 - _COMPARED :], found]
-        if len(self._norms) == _COMPARED:
-            self._is_clip = any(
-                max(values) > 0 and min(values) > (1 - _SAME) * max(values) for values in zip(*self._norms, strict=True)
-            )
-        return self._is_clip
-
-
 def _norm_and_largest(optimizer: Optimizer) -> tuple[float, float]:
     found = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
     # of any size, unlike probes
@@ -560,7 +509,7 @@ class ProbedOptimizer:
         self.owned: frozenset[int] = frozenset()  # the ids of its parameters
         self.probe: Probe | None = None
         self.writes, self.losses = GradientWrites(), LossChecks(tallies, self.key, is_alone)
-        self.scaler, self.unattached = ScalerChecks(tallies, self.key, is_alone), UnattachedUpdates()
+        self.unattached = UnattachedUpdates()
         self.stepped_in = -1  # the backward pass within which it has stepped last
         self.has_stepped = False  # or a scaler has kept it from that
         self.is_unknown = False  # whether it steps with a closure, or outside training
@@ -572,6 +521,9 @@ class ProbedOptimizer:
         self._with = 0  # steps with gradients, once there were some without
         self._is_elsewhere = True  # there was no gradient and no call of the model so far
         self._attacks = False  # passes that are cleared are for the gradient of an input
+        self._norms: list[tuple[float, float]] = []  # of scaled gradients, after the loop has written to them
+        self._looks, self._is_clip = 0, False
+        self.end_attempt()
 
     def choose_probe(self, inventory: ModelIndex | None, with_gradient: bool = False) -> None:
         """Probe the smallest of its parameters; ``with_gradient``: the smallest that has a gradient now."""
@@ -620,7 +572,7 @@ class ProbedOptimizer:
         if parameter is None or id(parameter) != probe.identity:  # it was replaced
             return True
         if getattr(optimizer, "grad_scale", None) is not None:  # a fused one, that unscales as it steps
-            self.scaler.unscaling(parameter, probe, optimizer)
+            self.unscaling(optimizer)
         gradient = probe.look(parameter)
         if gradient is not None:
             self._absent, self._had_gradients = 0, True
@@ -636,21 +588,20 @@ class ProbedOptimizer:
         interval, tallies, key = probe.interval, self._tallies, self.key
         if self.losses.is_looking:
             self.losses.accumulated(interval, self.owned)
-        if (interval.drops or interval.writes) and not self._attacks and tallies.is_suspected("micro-batch-discarded", key):
+        if (interval.drops or interval.writes) and not self._attacks and tallies.of("micro-batch-discarded", key).is_suspected:
             # passes may be cleared by mistake: look for inputs with a gradient
             self._attacks = reaches_input(losses_going_backward())
         if interval.late >= 0 and interval.fired == 1 and (interval.late or not tallies.is_empty):
             dropped = interval.dropped  # written to between its step and its drop
             is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
             tallies.check("clip-after-step", is_clip, key, probe.name)
-        if self.scaler.is_unscaled:
-            self.scaler.is_mixed |= self.scaler.is_scaled_since
+        self._is_mixed |= self._is_unscaled and self.is_scaled
 
     def _step_with_gradient(self, probe: Probe, gradient: Tensor, forwards: int) -> None:
         tallies, key, seen = self._tallies, self.key, probe.interval
         self._is_called()
         self._futile = 0
-        if not tallies.is_empty and (count := tallies.count("step-without-gradients", key)):
+        if not tallies.is_empty and (count := tallies.of("step-without-gradients", key).count):
             self._with += 1
             if self._with > count:  # the steps before pretrained another part, or waited for data
                 tallies.retract("step-without-gradients", key)
@@ -682,7 +633,8 @@ class ProbedOptimizer:
             tallies.missed("stepped-twice", key)
         self._is_repeated = False
         # the last count takes a confirmation by values
-        is_so = seen.carried and (writes.stays or not tallies.is_next_fact("missing-zero-grad", key))
+        tally = tallies.of("missing-zero-grad", key)
+        is_so = seen.carried and (writes.stays or tally.count < tally.repeats - 1)
         tallies.check("missing-zero-grad", is_so, key, name)
         cleared = seen.cleared(writes.clears)
         # a single drop in each step may be deliberate, to inspect a gradient
@@ -718,13 +670,50 @@ class ProbedOptimizer:
         if has_stepped:
             self.stepped_in = torch._C._current_graph_task_id()
         probe = self.probe
-        if self.scaler.is_active:
-            self.scaler.step_ended(probe)
+        if probe is not None and self._is_unscaled:
+            is_mixed = self._is_mixed or (self._is_alone and self.is_scaled)
+            self._tallies.check("backward-after-unscale", is_mixed, self.key, probe.name)
+        self.end_attempt()
         if probe is not None:
             probe.stepped(None if self.is_unknown else probe.place())
-            is_suspected = probe.gradient is not None and self._tallies.is_suspected("stepped-twice", self.key)
+            is_suspected = probe.gradient is not None and self._tallies.of("stepped-twice", self.key).is_suspected
             self._before = probe.gradient.clone() if is_suspected and probe.gradient is not None else None
         self.is_unknown = False
+
+    # --- its GradScaler ------------------------------------------------------------------------------------------------------
+
+    def end_attempt(self) -> None:
+        self._is_unscaled = False  # the scaler has unscaled the gradients in this attempt
+        self.is_scaled = self._is_mixed = False  # a loss was scaled since then, and its gradient was added to unscaled ones
+
+    def unscaling(self, optimizer: Optimizer) -> None:
+        """The optimizer's gradients are about to be divided by the scale: none may have been clipped before."""
+        probe = self.probe
+        parameter = None if probe is None else probe.place()
+        if probe is None or parameter is None or probe.interval.doubtful or not probe.interval.fired:
+            return
+        if parameter.grad is not probe.gradient:
+            return
+        probe.look(parameter)
+        touched = probe.interval.touched
+        if not touched or self._was_clipped(optimizer):
+            self._tallies.check("clipped-while-scaled", touched, self.key, probe.name)
+
+    def unscaled(self) -> None:
+        self._is_unscaled, self.is_scaled = True, False
+
+    def _was_clipped(self, optimizer: Optimizer) -> bool:
+        """Whether the loop's writes are known to be a clip. Synchronises the device a few times in total."""
+        if self._is_clip or self._looks >= _MOST:
+            return self._is_clip
+        self._looks += 1
+        found = _norm_and_largest(optimizer)
+        if all(map(math.isfinite, found)):  # steps that overflow are no evidence
+            self._norms = [*self._norms[1 - _COMPARED :], found]
+        if len(self._norms) == _COMPARED:
+            each_kind = list(zip(*self._norms, strict=True))
+            self._is_clip = any(max(values) > 0 and min(values) > (1 - _SAME) * max(values) for values in each_kind)
+        return self._is_clip
 
 
 def _common(paths: list[list[str]]) -> list[str]:

@@ -273,20 +273,13 @@ class SharedParameters:
 
     def look(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
         """Look at the groups as they are now; ``names`` of the model's parameters, by id."""
-        there = {id(optimizer): optimizer for optimizer in (*optimizers, *Followed.by_any())}
-        own = set(map(id, optimizers))
-        owners: dict[int, set[int]] = {}
-        for key, optimizer in there.items():
-            for parameter_id in map(id, parameters_of(optimizer)):
-                owners.setdefault(parameter_id, set()).add(key)
-        shared: dict[frozenset[int], list[str]] = {}
-        for parameter_id, name in names.items():
-            for pair in combinations(sorted(owners.get(parameter_id, ())), 2):
-                if not own.isdisjoint(pair):
-                    shared.setdefault(frozenset(pair), []).append(name)
-        self.exist = bool(shared)
+        owned = {id(each): frozenset(map(id, parameters_of(each))) for each in (*optimizers, *Followed.by_any())}
+        pairs = {frozenset((id(own), other)) for own in optimizers for other in owned if other != id(own)}
+        shared = {pair: frozenset.intersection(*map(owned.__getitem__, pair)) & names.keys() for pair in pairs}
+        self.exist = any(shared.values())
         apart = {pair for pair, turns in self._turns.items() if turns.are_phases}
-        found = {name: None for pair, of_pair in shared.items() if pair not in apart for name in of_pair}
+        those = set().union(*(parameters for pair, parameters in shared.items() if pair not in apart))
+        found = [name for parameter_id, name in names.items() if parameter_id in those]
         if found:
             self._tallies.seen(_RULE, where=tuple(found), evidence={"parameters": float(len(found))})
         else:

@@ -42,15 +42,15 @@ COPIED = 32 << 20
 
 
 @dataclass
-class _Seen:
+class _Buffer:
     """One buffer at the start of the step; None if the name had none yet."""
 
     module: weakref.ref[nn.Module]
     name: str
     buffer: Tensor | None
-    place: tuple[int, str]
     version: int
     copy: Tensor | None = None
+    is_moving: bool = False  # its counter has changed from one step to another
 
 
 class Buffers:
@@ -63,32 +63,28 @@ class Buffers:
     def __init__(self) -> None:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._version: int | None = None
-        self._seen: list[_Seen] = []
-        self._moving: set[tuple[int, str]] = set()
-        self._counters: dict[tuple[int, str], int] = {}
+        self._seen: dict[tuple[int, str], _Buffer] = {}  # by the module's number and their names
         self.is_known = False  # remembered since the last attempt
 
     def remember(self, model: nn.Module, version: int) -> None:
         """Remember the buffers at the start of a step. ``version`` changes with the model's modules. Does not synchronise."""
         if self._version != version:
-            self._modules, self._version = [weakref.ref(module) for module in model.modules()], version
-            self._moving, self._counters = set(), {}
-        self._seen, left = [], COPIED
-        others: list[tuple[_Seen, Tensor]] = []
+            self._modules, self._version, self._seen = [weakref.ref(module) for module in model.modules()], version, {}
+        before, self._seen, left = self._seen, {}, COPIED
+        others: list[tuple[_Buffer, Tensor]] = []
         for number, reference in enumerate(self._modules):
             module = reference()
             for name, buffer in module._buffers.items() if module is not None else ():
                 counter = -1 if buffer is None or buffer.is_inference() else buffer._version
-                seen = _Seen(reference, name, buffer, (number, name), counter)
-                self._seen.append(seen)
+                seen = before.get((number, name)) or _Buffer(reference, name, buffer, counter)
+                seen.is_moving |= seen.version != counter
+                seen.buffer, seen.version, seen.copy = buffer, counter, None
+                self._seen[number, name] = seen
                 if buffer is None or is_fixed(buffer):
                     continue
                 # kernels of normalisation layers write without a count; so may any TorchScript module
                 is_statistics = isinstance(module, (_NormBase, torch.jit.ScriptModule)) and getattr(module, "training", False)
-                if self._counters.setdefault(seen.place, counter) != counter:
-                    self._moving.add(seen.place)
-                self._counters[seen.place] = counter
-                if is_statistics or seen.place in self._moving:
+                if is_statistics or seen.is_moving:
                     seen.copy = buffer.detach().clone()
                     left -= buffer.nbytes
                 else:
@@ -102,7 +98,7 @@ class Buffers:
         """Restore the buffers after a skipped step; may be called repeatedly. Returns the names of those that could not be."""
         failed = []
         with torch.no_grad():
-            for seen in self._seen:
+            for seen in self._seen.values():
                 module = seen.module()
                 if module is None or seen.name not in module._buffers:
                     continue
@@ -110,7 +106,7 @@ class Buffers:
                 try:
                     if seen.copy is not None and seen.buffer is not None:
                         seen.buffer.copy_(seen.copy)
-                        self._counters[seen.place] = seen.buffer._version
+                        seen.version = seen.buffer._version
                     elif seen.buffer is not None and seen.version >= 0 and seen.buffer._version != seen.version:
                         failed.append(seen.name)  # it is large, and changed for the first time
                 except RuntimeError:
@@ -118,7 +114,7 @@ class Buffers:
         return failed
 
     def forget(self) -> None:
-        self._seen = []
+        self._seen = {}
 
 
 def is_fixed(buffer: Tensor) -> bool:
