@@ -394,21 +394,19 @@ class MadeInForward:
 
     def __init__(self) -> None:
         self._known: set[int] | None = None  # ids of what was there when the forward began
-        self._inputs: set[Node | None] = set()
         self._seen: dict[int, weakref.ref[Tensor]] = {}
         self._in_turn = 0
 
     def begin(self, module: nn.Module, args: Sequence[object], kwargs: dict[str, object]) -> None:
         inputs = [each for _, each in (*tensors_of(args, ""), *tensors_of(kwargs, ""))]
-        self._known = {id(each) for each in (*module.parameters(), *inputs)}
-        self._inputs = {each.grad_fn for each in inputs}
+        self._known = {id(each) for each in (*module.parameters(), *inputs, *leaves_of(inputs))}
 
     def end(self, result: object) -> float:
         """The forward is over. How many it made, if the last ones all made some; else 0."""
         if (known := self._known) is None:
             return 0.0
         made, outputs = 0, [each for _, each in tensors_of(result, "")]
-        for leaf in leaves_of(outputs, self._inputs):
+        for leaf in leaves_of(outputs):
             if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
                 made += self._seen.get(id(leaf), _nobody)() is not leaf
                 self._seen[id(leaf)] = weakref.ref(leaf)
@@ -417,7 +415,7 @@ class MadeInForward:
         return float(made) if self._in_turn >= _IN_TURN else 0.0
 
     def forget(self) -> None:
-        self._known, self._inputs = None, set()
+        self._known = None
 
 
 class _Part:

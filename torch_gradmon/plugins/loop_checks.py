@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..capture.loss_graph import (
@@ -18,12 +18,12 @@ from ..capture.loss_graph import (
     inputs_of,
     is_made_by,
     is_move,
+    leaves_of,
     losses_going_backward,
     nodes_of,
     nodes_to,
     notes_of,
     operation_of,
-    reaches_input,
 )
 from ..step.model_index import FsdpParameterRef, ModelIndex, Place, parameters_of
 from ..step.ranks import local_part
@@ -590,7 +590,7 @@ class ProbedOptimizer:
             self.losses.accumulated(interval, self.owned)
         if (interval.drops or interval.writes) and not self._attacks and tallies.of("micro-batch-discarded", key).is_suspected:
             # passes may be cleared by mistake: look for inputs with a gradient
-            self._attacks = reaches_input(losses_going_backward())
+            self._attacks = any(not isinstance(leaf, nn.Parameter) for leaf in leaves_of(losses_going_backward()))
         if interval.late >= 0 and interval.fired == 1 and (interval.late or not tallies.is_empty):
             dropped = interval.dropped  # written to between its step and its drop
             is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
