@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,13 +182,17 @@ def refused_by_one(rank: int, wrap: str, fused: bool) -> tuple[list[bool], bool,
     return flags, torch.equal(*gathered), (counts.attempted, counts.applied, counts.skipped, counts.overflowed)
 
 
-def went_back(rank: int, wrap: str, directory: str, lost: str) -> tuple[list[int], bool]:
+def went_back(rank: int, wrap: str, directory: str, lost: bool) -> tuple[list[int], bool]:
     """Rank 1 alone has a spike in step 12: to which steps it went back, and whether the end is that of a run without those batches.
 
-    ``lost``: with this in its name a file of rank 1 is gone then.
+    ``lost``: rank 1 cannot read its snapshots any more then.
     """
     warnings.simplefilter("ignore")
-    ends, went = [], []
+    ends, went, load = [], [], torch.load
+
+    def unreadable(*args: object, **options: object) -> None:
+        raise OSError("input/output error")
+
     for policy in (None, Rollback(every=5, margin=0, keep=2, directory=directory or None, skip_batches=1)):
         model = _model(wrap)
         optimizer = _optimizer(model, "SGD", momentum=0.9)
@@ -197,8 +200,7 @@ def went_back(rank: int, wrap: str, directory: str, lost: str) -> tuple[list[int
         numbers = iter(range(20) if monitor is not None else [*range(11), *range(14, 20)])
         for number in numbers:
             if lost and rank == 1 and number == 12:
-                for file in Path(directory).glob(f"rank1-*/*{lost}*"):
-                    file.unlink()
+                torch.load = unreadable
             optimizer.zero_grad()
             _backward(model, number, BAD if rank == 1 and number == 12 and monitor is not None else 1.0)
             optimizer.step()
@@ -209,6 +211,7 @@ def went_back(rank: int, wrap: str, directory: str, lost: str) -> tuple[list[int
         ends.append(_parts(model, optimizer))
         if monitor is not None:
             monitor.detach()
+    torch.load = load
     return went, _equal(*ends)
 
 

@@ -106,7 +106,7 @@ def test_a_step_at_rest_makes_no_call_or_few_where_steps_are_followed(accumulati
     with trace.on():
         loop.step()
     calls = sum(calls for file, calls in trace.files.items() if file.endswith(("loop_audit.py", "loop_checks.py")))
-    assert calls == (12 + 3 * accumulation if scaler else 0)
+    assert calls == (12 + 2 * accumulation if scaler else 0)
 
 
 def test_with_several_optimizers_nothing_rests() -> None:

@@ -65,13 +65,13 @@ def test_a_step_that_one_ranks_scaler_refuses_is_skipped_by_the_others(fused: bo
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_all_go_back_together(wrap: str, on_disk: bool, tmp_path: Path) -> None:
-    assert on_ranks(2, went_back, wrap, str(tmp_path) if on_disk else "", "") == [([10], True)] * 2
+    assert on_ranks(2, went_back, wrap, str(tmp_path) if on_disk else "", False) == [([10], True)] * 2
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_snapshot_that_one_rank_has_lost_is_gone_back_to_by_none(tmp_path: Path) -> None:
     """The step is skipped then, on all ranks."""
-    found = on_ranks(2, went_back, "ddp", str(tmp_path), "step10")
+    found = on_ranks(2, went_back, "ddp", str(tmp_path), True)
     assert [went for went, _ in found] == [[], []]
 
 

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..capture.loss_graph import (
@@ -18,12 +18,12 @@ from ..capture.loss_graph import (
     inputs_of,
     is_made_by,
     is_move,
+    leaves_of,
     losses_going_backward,
     nodes_of,
     nodes_to,
     notes_of,
     operation_of,
-    reaches_input,
 )
 from ..step.model_index import FsdpParameterRef, ModelIndex, Place, parameters_of
 from ..step.ranks import local_part
@@ -162,57 +162,6 @@ def _held(gradient: Tensor | None) -> Tensor | None:
 _COMPARED, _MOST = 3, 9
 #: The tolerance for equal norms: a clip is exact up to rounding and torch's 1e-6 in the denominator.
 _SAME = 1e-2
-
-
-class ScalerChecks:
-    """Judges the order of one optimizer's gradients and the calls of its GradScaler. ``is_alone``: see :class:`ProbedOptimizer`."""
-
-    def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
-        self._tallies, self._key, self._is_alone = tallies, key, is_alone
-        self._norms: list[tuple[float, float]] = []  # of scaled gradients, after the loop has written to them
-        self._looks, self._is_clip = 0, False
-        self.end_attempt()
-
-    def end_attempt(self) -> None:
-        self.is_active = False  # the scaler was called in this attempt
-        self.is_unscaled = False  # it has unscaled the gradients
-        self.is_scaled_since = self.is_mixed = False  # a loss was scaled after that, and its gradient was added to unscaled ones
-
-    def loss_scaled(self) -> None:
-        self.is_active = self.is_scaled_since = True
-
-    def unscaling(self, parameter: Tensor, probe: Probe, optimizer: Optimizer) -> None:
-        interval = probe.interval
-        if interval.doubtful or not interval.fired or parameter.grad is not probe.gradient:
-            return
-        probe.look(parameter)
-        if not interval.touched or self._was_clipped(optimizer):
-            self._tallies.check("clipped-while-scaled", interval.touched, self._key, probe.name)
-
-    def unscaled(self) -> None:
-        self.is_active = self.is_unscaled = True
-        self.is_scaled_since = False
-
-    def step_ended(self, probe: Probe | None) -> None:
-        """Judge the attempt after the optimizer's step, or after the scaler prevented it."""
-        if probe is not None and self.is_unscaled:
-            is_mixed = self.is_mixed or (self._is_alone and self.is_scaled_since)
-            self._tallies.check("backward-after-unscale", is_mixed, self._key, probe.name)
-        self.end_attempt()
-
-    def _was_clipped(self, optimizer: Optimizer) -> bool:
-        """Whether the loop's writes are known to be a clip. Synchronises the device a few times in total."""
-        if self._is_clip or self._looks >= _MOST:
-            return self._is_clip
-        self._looks += 1
-        found = _norm_and_largest(optimizer)
-        if all(map(math.isfinite, found)):  # steps that overflow are no evidence
-            self._norms = [*self._norms[1 - _COMPARED :], found]
-        if len(self._norms) == _COMPARED:
-            self._is_clip = any(
-                max(values) > 0 and min(values) > (1 - _SAME) * max(values) for values in zip(*self._norms, strict=True)
-            )
-        return self._is_clip
 
 
 def _norm_and_largest(optimizer: Optimizer) -> tuple[float, float]:
@@ -432,7 +381,8 @@ class UnattachedUpdates:
         self.passes = self._moves = self._looks = 0
         self._most = 1  # passes between two steps so far
         self._is_certain = False
-        self._samples: list[_Sample] = []
+        self._first: list[Sample] = []  # the parameters after the usual number of passes
+        self._last: list[Sample] = []  # and after the last pass
 
     def backward_ended(self) -> bool:
         """Count a backward pass. Returns whether the parameters have changed before too many of them for a coincidence.
@@ -444,41 +394,57 @@ class UnattachedUpdates:
         beyond = self.passes - self._most
         if beyond <= 1:
             if beyond == 1:
-                self._samples = [_Sample(place) for place in self.places]
+                self._first, self._last = ([Sample(place) for place in self.places] for _ in range(2))
             return False
         if self._is_certain:
             return True
-        moved = [sample.has_moved() for sample in self._samples]
+        moved = [sample.moves() for sample in self._last]
         self._moves += any(moved)
         # version counters miss fused optimizers of an accelerator and writes to .data
         is_due = not self._moves and beyond == _PASSES * 3**self._looks
         self._looks += is_due
         if is_due or self._moves >= _PASSES - 1:
-            self._is_certain = any(sample.has_changed() for sample in self._samples)
+            self._is_certain = any(sample.has_changed() for sample in self._first)
             self._moves = max(self._moves, beyond) if self._is_certain else 0
         return self._is_certain
 
     def has_changed(self, in_step: bool) -> bool:
         """Whether a change of the parameters since then is known; ``in_step``: compare them now, too, which synchronises."""
-        return self._moves > 0 or (in_step and any(sample.has_changed() for sample in self._samples))
+        return self._moves > 0 or (in_step and any(sample.has_changed() for sample in self._first))
 
     def step_ended(self) -> None:
         """Start again after a step of the optimizer, or of another attached one with the same parameters."""
         if self.passes:
             self._most = max(self._most, self.passes)
         self.passes = self._moves = self._looks = 0
-        self._is_certain, self._samples = False, []
+        self._is_certain, self._first, self._last = False, [], []
 
 
-class _Sample:
-    """Some elements of one parameter, and the number of writes to it."""
+class Sample:
+    """The values of one parameter at one moment, the first ``most`` or so of a larger one, and the number of writes to it."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._first = self._last = self._now()
-        self._version = self._written()
+    def __init__(self, place: Place, most: int = _SAMPLED) -> None:
+        self._place, self._most = place, most
+        self.take()
 
-    def _written(self) -> int:
+    def take(self) -> None:
+        self._value, self._written = self._now(), self._writes()
+
+    def has_changed(self) -> bool:
+        """Whether the values have, as far as they can be compared. Synchronises, so callers ask a few times only."""
+        now, before = self._now(), self._value
+        return now is not None and before is not None and now.shape == before.shape and not torch.equal(now, before)
+
+    def moves(self) -> bool:
+        """Whether it has changed since it was taken or since the last call; on accelerators, whether it was written to."""
+        if self._value is not None and self._value.is_cpu:
+            has_moved = self.has_changed()
+            self.take()
+            return has_moved
+        before, self._written = self._written, self._writes()
+        return self._written != before
+
+    def _writes(self) -> int:
         parameter = self._place()
         return -1 if parameter is None or parameter.is_inference() else parameter._version
 
@@ -486,36 +452,20 @@ class _Sample:
         if (parameter := self._place()) is None:
             return None
         part = local_part(parameter).detach()
-        while part.numel() > _SAMPLED and part.dim():
-            part = part[: _SAMPLED * len(part) // part.numel()] if part.numel() < _SAMPLED * len(part) else part[0]
+        while part.numel() > self._most and part.dim():
+            part = part[: self._most * len(part) // part.numel()] if part.numel() < self._most * len(part) else part[0]
         return part.clone()
-
-    def has_moved(self) -> bool:
-        """Whether it has changed since the last call; on accelerators, whether it was written to."""
-        version, before = self._version, self._last
-        self._version = self._written()
-        if before is None or before.device.type != "cpu":
-            return self._version != version
-        self._last = self._now()
-        return _differ(self._last, before)
-
-    def has_changed(self) -> bool:
-        return _differ(self._now(), self._first)
-
-
-def _differ(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is not None and other is not None and one.shape == other.shape and not torch.equal(one, other)
 
 
 class UnusedGradients:
     """Detects a loop that runs backward passes without a step while the parameter does not change."""
 
     def __init__(self) -> None:
-        self._value: Tensor | None = None
-        self._is_other = False
+        self._sample: Sample | None = None
+        self._is_other = False  # something other than the watched optimizers moves it, so the loop does train
         self._next = 0
 
-    def are_certain(self, parameter: Tensor, probe: Probe, clears: bool) -> bool:
+    def are_certain(self, probe: Probe, clears: bool) -> bool:
         """Whether the loop still has no step after too many backward passes for a coincidence.
 
         ``clears``: in-place writes to gradients set them to zero. Synchronises after the 30th, 100th, 300th pass and so on.
@@ -524,12 +474,11 @@ class UnusedGradients:
         enough = cleared >= _CLEARED or fired >= _SUMMED or (cleared >= _TWICE and fired >= _MANY)
         if self._is_other or (not enough and cleared < _CLEARED // 3 and fired < _MANY // 2):
             return False
-        if self._value is None:
-            self._value = parameter.detach().clone()
+        if self._sample is None:
+            self._sample = Sample(probe.place, LARGEST)
         elif enough and fired >= self._next:
             self._next = 3 * fired
-            # something other than the watched optimizers moves it, so the loop does train
-            self._is_other = self._value.shape != parameter.shape or not torch.equal(self._value, parameter.detach())
+            self._is_other = self._sample.has_changed()
         return enough and not self._is_other
 
 
@@ -560,7 +509,7 @@ class ProbedOptimizer:
         self.owned: frozenset[int] = frozenset()  # the ids of its parameters
         self.probe: Probe | None = None
         self.writes, self.losses = GradientWrites(), LossChecks(tallies, self.key, is_alone)
-        self.scaler, self.unattached = ScalerChecks(tallies, self.key, is_alone), UnattachedUpdates()
+        self.unattached = UnattachedUpdates()
         self.stepped_in = -1  # the backward pass within which it has stepped last
         self.has_stepped = False  # or a scaler has kept it from that
         self.is_unknown = False  # whether it steps with a closure, or outside training
@@ -572,6 +521,9 @@ class ProbedOptimizer:
         self._with = 0  # steps with gradients, once there were some without
         self._is_elsewhere = True  # there was no gradient and no call of the model so far
         self._attacks = False  # passes that are cleared are for the gradient of an input
+        self._norms: list[tuple[float, float]] = []  # of scaled gradients, after the loop has written to them
+        self._looks, self._is_clip = 0, False
+        self.end_attempt()
 
     def choose_probe(self, inventory: ModelIndex | None, with_gradient: bool = False) -> None:
         """Probe the smallest of its parameters; ``with_gradient``: the smallest that has a gradient now."""
@@ -620,7 +572,7 @@ class ProbedOptimizer:
         if parameter is None or id(parameter) != probe.identity:  # it was replaced
             return True
         if getattr(optimizer, "grad_scale", None) is not None:  # a fused one, that unscales as it steps
-            self.scaler.unscaling(parameter, probe, optimizer)
+            self.unscaling(optimizer)
         gradient = probe.look(parameter)
         if gradient is not None:
             self._absent, self._had_gradients = 0, True
@@ -636,21 +588,20 @@ class ProbedOptimizer:
         interval, tallies, key = probe.interval, self._tallies, self.key
         if self.losses.is_looking:
             self.losses.accumulated(interval, self.owned)
-        if (interval.drops or interval.writes) and not self._attacks and tallies.is_suspected("micro-batch-discarded", key):
+        if (interval.drops or interval.writes) and not self._attacks and tallies.of("micro-batch-discarded", key).is_suspected:
             # passes may be cleared by mistake: look for inputs with a gradient
-            self._attacks = reaches_input(losses_going_backward())
+            self._attacks = any(not isinstance(leaf, nn.Parameter) for leaf in leaves_of(losses_going_backward()))
         if interval.late >= 0 and interval.fired == 1 and (interval.late or not tallies.is_empty):
             dropped = interval.dropped  # written to between its step and its drop
             is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
             tallies.check("clip-after-step", is_clip, key, probe.name)
-        if self.scaler.is_unscaled:
-            self.scaler.is_mixed |= self.scaler.is_scaled_since
+        self._is_mixed |= self._is_unscaled and self.is_scaled
 
     def _step_with_gradient(self, probe: Probe, gradient: Tensor, forwards: int) -> None:
         tallies, key, seen = self._tallies, self.key, probe.interval
         self._is_called()
         self._futile = 0
-        if not tallies.is_empty and (count := tallies.count("step-without-gradients", key)):
+        if not tallies.is_empty and (count := tallies.of("step-without-gradients", key).count):
             self._with += 1
             if self._with > count:  # the steps before pretrained another part, or waited for data
                 tallies.retract("step-without-gradients", key)
@@ -682,7 +633,8 @@ class ProbedOptimizer:
             tallies.missed("stepped-twice", key)
         self._is_repeated = False
         # the last count takes a confirmation by values
-        is_so = seen.carried and (writes.stays or not tallies.is_next_fact("missing-zero-grad", key))
+        tally = tallies.of("missing-zero-grad", key)
+        is_so = seen.carried and (writes.stays or tally.count < tally.repeats - 1)
         tallies.check("missing-zero-grad", is_so, key, name)
         cleared = seen.cleared(writes.clears)
         # a single drop in each step may be deliberate, to inspect a gradient
@@ -718,13 +670,50 @@ class ProbedOptimizer:
         if has_stepped:
             self.stepped_in = torch._C._current_graph_task_id()
         probe = self.probe
-        if self.scaler.is_active:
-            self.scaler.step_ended(probe)
+        if probe is not None and self._is_unscaled:
+            is_mixed = self._is_mixed or (self._is_alone and self.is_scaled)
+            self._tallies.check("backward-after-unscale", is_mixed, self.key, probe.name)
+        self.end_attempt()
         if probe is not None:
             probe.stepped(None if self.is_unknown else probe.place())
-            is_suspected = probe.gradient is not None and self._tallies.is_suspected("stepped-twice", self.key)
+            is_suspected = probe.gradient is not None and self._tallies.of("stepped-twice", self.key).is_suspected
             self._before = probe.gradient.clone() if is_suspected and probe.gradient is not None else None
         self.is_unknown = False
+
+    # --- its GradScaler ------------------------------------------------------------------------------------------------------
+
+    def end_attempt(self) -> None:
+        self._is_unscaled = False  # the scaler has unscaled the gradients in this attempt
+        self.is_scaled = self._is_mixed = False  # a loss was scaled since then, and its gradient was added to unscaled ones
+
+    def unscaling(self, optimizer: Optimizer) -> None:
+        """The optimizer's gradients are about to be divided by the scale: none may have been clipped before."""
+        probe = self.probe
+        parameter = None if probe is None else probe.place()
+        if probe is None or parameter is None or probe.interval.doubtful or not probe.interval.fired:
+            return
+        if parameter.grad is not probe.gradient:
+            return
+        probe.look(parameter)
+        touched = probe.interval.touched
+        if not touched or self._was_clipped(optimizer):
+            self._tallies.check("clipped-while-scaled", touched, self.key, probe.name)
+
+    def unscaled(self) -> None:
+        self._is_unscaled, self.is_scaled = True, False
+
+    def _was_clipped(self, optimizer: Optimizer) -> bool:
+        """Whether the loop's writes are known to be a clip. Synchronises the device a few times in total."""
+        if self._is_clip or self._looks >= _MOST:
+            return self._is_clip
+        self._looks += 1
+        found = _norm_and_largest(optimizer)
+        if all(map(math.isfinite, found)):  # steps that overflow are no evidence
+            self._norms = [*self._norms[1 - _COMPARED :], found]
+        if len(self._norms) == _COMPARED:
+            each_kind = list(zip(*self._norms, strict=True))
+            self._is_clip = any(max(values) > 0 and min(values) > (1 - _SAME) * max(values) for values in each_kind)
+        return self._is_clip
 
 
 def _common(paths: list[list[str]]) -> list[str]:

@@ -64,7 +64,7 @@ class Rollback:
         margin: the preferred minimum age of a snapshot, in steps; by default half of ``every``. The cause of a spike may precede
             it.
         skip_batches: the number of further batches to skip after the one that spiked, for ``monitor.last_record.rollback``.
-        directory: keeps the snapshots there instead of in memory, in a new directory for each rank, which is removed at the end.
+        directory: keeps the snapshots there instead of in memory, in files without a name, which the system removes at the end.
         extra_state: objects with ``state_dict`` and ``load_state_dict`` to restore too, such as LR schedulers or an average of the
             model; they are not kept alive. If there are any, the optimizers' options such as ``lr`` are restored too. Otherwise
             they keep the loop's values.

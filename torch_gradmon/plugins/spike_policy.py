@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
-import mmap
-import os
-import shutil
 import tempfile
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +19,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core import keys as n
 from ..core.errors import SpikeError, WarningLog
-from ..core.files import replacing
 from ..core.keys import SUMMARY, Key
 from ..core.moments import Column, identity
 from ..core.records import SpikeEvent, StepRecord
@@ -48,15 +42,15 @@ COPIED = 32 << 20
 
 
 @dataclass
-class _Seen:
+class _Buffer:
     """One buffer at the start of the step; None if the name had none yet."""
 
     module: weakref.ref[nn.Module]
     name: str
     buffer: Tensor | None
-    place: tuple[int, str]
     version: int
     copy: Tensor | None = None
+    is_moving: bool = False  # its counter has changed from one step to another
 
 
 class Buffers:
@@ -69,32 +63,28 @@ class Buffers:
     def __init__(self) -> None:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._version: int | None = None
-        self._seen: list[_Seen] = []
-        self._moving: set[tuple[int, str]] = set()
-        self._counters: dict[tuple[int, str], int] = {}
+        self._seen: dict[tuple[int, str], _Buffer] = {}  # by the module's number and their names
         self.is_known = False  # remembered since the last attempt
 
     def remember(self, model: nn.Module, version: int) -> None:
         """Remember the buffers at the start of a step. ``version`` changes with the model's modules. Does not synchronise."""
         if self._version != version:
-            self._modules, self._version = [weakref.ref(module) for module in model.modules()], version
-            self._moving, self._counters = set(), {}
-        self._seen, left = [], COPIED
-        others: list[tuple[_Seen, Tensor]] = []
+            self._modules, self._version, self._seen = [weakref.ref(module) for module in model.modules()], version, {}
+        before, self._seen, left = self._seen, {}, COPIED
+        others: list[tuple[_Buffer, Tensor]] = []
         for number, reference in enumerate(self._modules):
             module = reference()
             for name, buffer in module._buffers.items() if module is not None else ():
                 counter = -1 if buffer is None or buffer.is_inference() else buffer._version
-                seen = _Seen(reference, name, buffer, (number, name), counter)
-                self._seen.append(seen)
+                seen = before.get((number, name)) or _Buffer(reference, name, buffer, counter)
+                seen.is_moving |= seen.version != counter
+                seen.buffer, seen.version, seen.copy = buffer, counter, None
+                self._seen[number, name] = seen
                 if buffer is None or is_fixed(buffer):
                     continue
                 # kernels of normalisation layers write without a count; so may any TorchScript module
                 is_statistics = isinstance(module, (_NormBase, torch.jit.ScriptModule)) and getattr(module, "training", False)
-                if self._counters.setdefault(seen.place, counter) != counter:
-                    self._moving.add(seen.place)
-                self._counters[seen.place] = counter
-                if is_statistics or seen.place in self._moving:
+                if is_statistics or seen.is_moving:
                     seen.copy = buffer.detach().clone()
                     left -= buffer.nbytes
                 else:
@@ -108,7 +98,7 @@ class Buffers:
         """Restore the buffers after a skipped step; may be called repeatedly. Returns the names of those that could not be."""
         failed = []
         with torch.no_grad():
-            for seen in self._seen:
+            for seen in self._seen.values():
                 module = seen.module()
                 if module is None or seen.name not in module._buffers:
                     continue
@@ -116,7 +106,7 @@ class Buffers:
                 try:
                     if seen.copy is not None and seen.buffer is not None:
                         seen.buffer.copy_(seen.copy)
-                        self._counters[seen.place] = seen.buffer._version
+                        seen.version = seen.buffer._version
                     elif seen.buffer is not None and seen.version >= 0 and seen.buffer._version != seen.version:
                         failed.append(seen.name)  # it is large, and changed for the first time
                 except RuntimeError:
@@ -124,7 +114,7 @@ class Buffers:
         return failed
 
     def forget(self) -> None:
-        self._seen = []
+        self._seen = {}
 
 
 def is_fixed(buffer: Tensor) -> bool:
@@ -135,12 +125,11 @@ def is_fixed(buffer: Tensor) -> bool:
 
 
 class _Kept(NamedTuple):
-    """A snapshot: after which step and how many batches it was taken, its content, and its file."""
+    """A snapshot: after which step and how many batches it was taken, and its content."""
 
     step: int
     batches: int
     load: Callable[[], Mapping[str, Any]]
-    file: Path | None
 
 
 class Snapshots:
@@ -149,7 +138,6 @@ class Snapshots:
     def __init__(self, policy: Rollback, ranks: Ranks, complaints: WarningLog) -> None:
         self._policy, self._ranks, self._complaints = policy.without_others(), ranks, complaints
         self._extra_state = [_weakly(each) for each in policy.extra_state]
-        self._directory, self._place = "", (0, 0)
         self._kept: list[_Kept] = []  # oldest first
         self._loaded: Mapping[str, Any] = {}
         self._batches = 0  # that came, or were passed over
@@ -183,48 +171,28 @@ class Snapshots:
             "options": [[{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers],
             "also": [_copied(each.state_dict()) for each in self._others()],
         }
-        self._kept.append(_Kept(step, self._batches, *self._stored(step, taken)))
-        while len(self._kept) > self._policy.keep:
-            self._drop(0)
+        self._kept.append(_Kept(step, self._batches, self._stored(taken)))
+        del self._kept[: -self._policy.keep]
 
-    def _stored(self, step: int, taken: Mapping[str, Any]) -> tuple[Callable[[], Mapping[str, Any]], Path | None]:
-        if (parent := self._policy.directory) is None:
-            return lambda: taken, None
-        if not self._directory:  # one of its own: another run may be given the same path
-            Path(parent).mkdir(parents=True, exist_ok=True)
-            self._directory = tempfile.mkdtemp(prefix=f"rank{self._ranks.rank}-", dir=parent)
-            self._place = _identity(self._directory)
-            self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
-        self._check_directory()
-        file = Path(self._directory) / f"step{step}.pt"
+    def _stored(self, taken: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
+        """How to get it back, from a file if the policy has a directory."""
+        if (directory := self._policy.directory) is None:
+            return lambda: taken
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        # it has no name, so nobody can change it, and the system removes it even if the process is killed
+        file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
         leaves, shape = tree_flatten(taken)
-        tensors = {str(place): leaf for place, leaf in enumerate(leaves) if type(leaf) is Tensor}
-        with replacing(file) as target:  # a killed run leaves no half of one
-            torch.save(tensors, target)
-        leaves = [None if type(leaf) is Tensor else leaf for leaf in leaves]
-        checksum = _checksum(file)
+        others = [None if type(leaf) is Tensor else leaf for leaf in leaves]
 
         def load() -> Mapping[str, Any]:
-            if _checksum(file) != checksum:
-                raise OSError(f"{str(file)!r} was changed since it was written")
-            # of tensors alone: unpickling could run what somebody else has put there meanwhile
-            found = torch.load(file, map_location="cpu", weights_only=True)
-            kept: Mapping[str, Any] = tree_unflatten([found.get(str(place), leaf) for place, leaf in enumerate(leaves)], shape)
+            file.seek(0)
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+            kept: Mapping[str, Any] = tree_unflatten([tensors.get(place, leaf) for place, leaf in enumerate(others)], shape)
             return kept
 
-        return load, file
-
-    def _check_directory(self) -> None:
-        """Raises OSError where others have put something in the place of the directory."""
-        if _identity(self._directory) != self._place:
-            raise OSError(f"{self._directory!r} is no longer the directory that was made for snapshots")
-
-    def _drop(self, place: int) -> None:
-        dropped = self._kept.pop(place)
-        if dropped.file is not None:
-            with contextlib.suppress(OSError):
-                self._check_directory()
-                dropped.file.unlink()
+        weakref.finalize(load, file.close)
+        torch.save({place: leaf for place, leaf in enumerate(leaves) if type(leaf) is Tensor}, file)
+        return load
 
     def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> RollbackResult | None:
         """Go back after a spike in ``step``; None without a snapshot that all ranks have and can restore."""
@@ -266,11 +234,11 @@ class Snapshots:
         return list(filter(None, self._ranks.gathered(failure)))
 
     def load(self, to: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Load the snapshot of step ``to`` for :meth:`restore`. Drops later ones. Raises where other tensors are there now, or its file is
-        gone or was changed; then nothing is changed.
+        """Load the snapshot of step ``to`` for :meth:`restore`. Drops later ones. Raises where other tensors are there now; then nothing
+        is changed.
         """
         while self._kept[-1].step > to:
-            self._drop(-1)
+            del self._kept[-1]
         saved = self._kept[-1].load()
         shapes = [local_part(tensor).shape for tensor in _tensors(model, optimizers)]
         counts = [len(parameters_of(optimizer)) for optimizer in optimizers]
@@ -308,22 +276,8 @@ class Snapshots:
         return found
 
     def forget(self) -> None:
-        while self._kept:
-            self._drop(0)
-        if self._directory:
-            self._directory = ""
-            self._remove()
+        self._kept.clear()
         self._used = self._since = self.due = None
-
-
-def _identity(directory: str) -> tuple[int, int]:
-    found = os.lstat(directory)
-    return found.st_dev, found.st_ino
-
-
-def _checksum(file: Path) -> int:
-    with file.open("rb") as source, mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return zlib.crc32(data)
 
 
 def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -26,10 +27,20 @@ class Tally:
 
     first: int
     last: int = 0
-    count: int = 0
+    count: int = 0  # of consecutive occurrences; of all once it is a fact
     is_fact: bool = False
     where: tuple[str, ...] = ()
     evidence: Evidence = field(default_factory=dict)
+    repeats: float = math.inf  # the count from which it is a fact
+
+    @property
+    def is_suspected(self) -> bool:
+        """Whether it was seen the last time, and is no fact yet."""
+        return self.count > 0 and not self.is_fact
+
+
+#: That of a mistake that was never seen.
+_NEVER = Tally(0)
 
 
 class Tallies:
@@ -52,13 +63,13 @@ class Tallies:
     ) -> None:
         """Count the mistake ``rule``, for an optimizer or other ``key``. ``warns``: False if the caller warns itself."""
         step, mistake = (self._check.context.step or 0) if step is None else step, _mistake(rule)
-        tally = self._tallies.setdefault((rule, key), Tally(step))
+        tally = self._tallies.setdefault((rule, key), Tally(step, repeats=mistake.repeats))
         self.is_empty = False
         if not tally.count:
             tally.first = step
         tally.count += 1
         tally.last, tally.where, tally.evidence = step, where, evidence
-        became = not tally.is_fact and tally.count >= mistake.repeats
+        became = not tally.is_fact and tally.count >= tally.repeats
         tally.is_fact |= became
         if became or (tally.is_fact and tally.count in _WRITTEN):
             self.write_facts()
@@ -76,8 +87,7 @@ class Tallies:
             self.missed(rule, key)
 
     def missed(self, rule: str, key: object = None) -> None:
-        tally = self._tallies.get((rule, key))
-        if tally is not None and not tally.is_fact:
+        if not (tally := self.of(rule, key)).is_fact:
             tally.count = 0
 
     def retract(self, rule: str, key: object = None) -> None:
@@ -86,23 +96,8 @@ class Tallies:
             del self._tallies[known]
         self.is_empty = not self._tallies
 
-    def is_fact(self, rule: str, key: object = None) -> bool:
-        tally = self._tallies.get((rule, key))
-        return tally is not None and tally.is_fact
-
-    def is_suspected(self, rule: str, key: object = None) -> bool:
-        """Whether it was seen the last time, and is no fact yet."""
-        tally = self._tallies.get((rule, key))
-        return tally is not None and tally.count > 0 and not tally.is_fact
-
-    def count(self, rule: str, key: object = None) -> int:
-        """The number of consecutive occurrences; all of them once it is a fact."""
-        tally = self._tallies.get((rule, key))
-        return 0 if tally is None else tally.count
-
-    def is_next_fact(self, rule: str, key: object = None) -> bool:
-        """Whether one more occurrence makes it a fact, or it is one."""
-        return self.count(rule, key) >= _mistake(rule).repeats - 1
+    def of(self, rule: str, key: object = None) -> Tally:
+        return self._tallies.get((rule, key), _NEVER)
 
     def facts(self) -> list[LoopFinding]:
         found: dict[str, LoopFinding] = {}
