@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from statistics import median_high
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....core import keys as n
-from ....core.formatting import also_in
 from ....core.loop_mistakes import OF_THE_BATCH
-from ....core.moments import Column
-from ....core.records import StepRecord, is_loss_of_network, nonfinite_names
+from ....core.records import Severity, StepRecord, is_loss_of_network, nonfinite_names
 from ....spikes.attribution import innermost
 from ..findings import Finding, NotMeasured
 from ..history import History, Precautions
+from ..series import Series
 
 # --- Gradients that half precision rounds to zero ---
 
@@ -36,11 +35,13 @@ _HALF = 0.5
 
 def check_precision(history: History) -> list[Finding]:
     """Gradients and outputs are judged by their extremes: no statistic keeps their dtype, but float16 numbers have few digits."""
-    tables = _with_extremes([record for record in history.records if record.applied], n.GRADIENT_BEFORE_CLIP)
-    if not tables:
+    steps, names, extremes = _extremes(history, n.GRADIENT_BEFORE_CLIP)
+    not_applied = {record.step for record in history.records if not record.applied}
+    extremes = extremes[:, [row for row, step in enumerate(steps) if step not in not_applied]]
+    if not extremes.shape[1]:
         raise NotMeasured("the extremes of gradients were not measured")
-    tiny = _tiny_halves(tables)
-    known = list(history.matrices) or list(tables[0][0])
+    tiny = _tiny_halves(names, extremes)
+    known = list(history.matrices) or list(names)
     matrices = [name for name in tiny if name in known]
     zeros = history.gradients("sparsity").medians()
     if len(matrices) >= max(_TENSORS * len(known), 1):
@@ -49,7 +50,7 @@ def check_precision(history: History) -> list[Finding]:
             return _finding(history, name, tiny[name], zeros.get(name, math.nan), len(matrices))
     elif lost := _lost_updates(history):
         return _lost_finding(history, lost)
-    elif all(not extremes.any() for _, extremes in tables) and _computes_in_float16(history):
+    elif not extremes.nan_to_num(0.0).any() and _computes_in_float16(history):
         return _finding(history, "", 0.0, 1.0, len(known))
     if not_judged := rounding_unknown(history):
         raise NotMeasured(not_judged)
@@ -59,12 +60,10 @@ def check_precision(history: History) -> list[Finding]:
 def _finding(history: History, where: str, largest: float, zeros: float, matrices: int) -> list[Finding]:
     evidence = {"largest gradient element": largest, "share of zeros": zeros, "matrices like this": float(matrices)}
     cause = "Gradients were computed in float16 and are too small for it; most are rounded to zero."
-    advice = (
-        "Scale the loss with torch.amp.GradScaler, or use bfloat16."
-        if (scale := Precautions(history).scale) is None
-        else f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16."
-    )
-    return history.finding("low-precision-underflow", where, evidence, cause, advice, 82.0, severity="warning")
+    advice = "Scale the loss with torch.amp.GradScaler, or use bfloat16."
+    if (scale := Precautions(history).scale) is not None:
+        advice = f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16."
+    return history.finding("low-precision-underflow", where, evidence, cause, advice, 82.0, "warning")
 
 
 def _lost_updates(history: History) -> dict[str, float]:
@@ -88,12 +87,10 @@ def rounded_away(history: History) -> set[str]:
 
 def rounding_unknown(history: History) -> str:
     """Why it is unknown whether rounding takes the updates of weights in half precision; empty if known, or if these are few."""
-    halves = _halves(history) if history.parameters else []  # extremes alone say little
-    if len(halves) < max(_TENSORS * len(history.matrices), 1):
-        return ""
+    halves = _halves(history)
     measured = {n.UPDATE: history.matrix(n.UPDATE, "sparsity"), n.GRADIENT: history.gradients("sparsity")}
     missing = [f"monitor.add_{source}_metric('sparsity')" for source, matrix in measured.items() if not matrix]
-    if not missing:
+    if not missing or len(halves) < max(_TENSORS * len(history.matrices), 1):
         return ""
     return (
         f"{len(halves)} matrices are kept in half precision, and whether its rounding takes their updates shows in the share of zeros, "
@@ -102,15 +99,7 @@ def rounding_unknown(history: History) -> str:
 
 
 def _halves(history: History) -> list[str]:
-    """The matrices that are kept in half precision: by their dtype, or by extremes where it is unknown."""
-    if history.parameters:
-        return [name for name in history.matrices if history.parameters.get(name, {}).get("dtype") in _HALVES]
-    tables = _with_extremes(history.records, n.PARAMETER)
-    halves = dict.fromkeys(tables[0][0], True) if tables else {}
-    for names, extremes in tables:
-        either = _holds(extremes, torch.bfloat16) | _holds(extremes, torch.float16)
-        halves.update((name, halves.get(name, False) and is_half) for name, is_half in zip(names, either.tolist(), strict=True))
-    return [name for name in history.matrices if halves.get(name)]
+    return [name for name in history.matrices if history.parameters.get(name, {}).get("dtype") in _HALVES]
 
 
 def _lost_finding(history: History, lost: dict[str, float]) -> list[Finding]:
@@ -123,42 +112,34 @@ def _lost_finding(history: History, lost: dict[str, float]) -> list[Finding]:
         "digit are rounded to nothing."
     )
     advice = "Keep parameters in float32 and compute under torch.autocast, or use an optimizer with float32 copies or stochastic rounding."
-    return history.finding("low-precision-underflow", worst, evidence, cause, advice, 82.0, severity="warning")
+    return history.finding("low-precision-underflow", worst, evidence, cause, advice, 82.0, "warning")
 
 
-def _with_extremes(records: Sequence[StepRecord], source: str) -> list[tuple[tuple[str, ...], Tensor]]:
-    """The names of the tensors and their extremes ``[tensors, 2]``, of each step in which these were measured."""
-    tables = [record.tables[source] for record in records if source in record.tables]
-    extremes = [Column.MIN, Column.MAX]
-    return [(table.names, table.rows[:, extremes]) for table in tables if table.columns.issuperset(extremes)]
+def _extremes(history: History, source: str) -> tuple[tuple[int, ...], tuple[str, ...], Tensor]:
+    """Steps, names, and the smallest and the largest finite element ``[2, steps, tensors]``; NaN without any."""
+    largest = history.matrix(source, "max_value")
+    smallest = history.matrix(source, "min_value").of(largest.steps, largest.names)
+    return largest.steps, largest.names, torch.stack([smallest.values, largest.values])
 
 
-def _tiny_halves(tables: Sequence[tuple[tuple[str, ...], Tensor]]) -> dict[str, float]:
+def _tiny_halves(names: Sequence[str], extremes: Tensor) -> dict[str, float]:
     """The usual largest element of each tensor whose nonzero extremes were always float16 numbers without all digits."""
-    sizes: dict[str, list[float]] = {}
-    others: set[str] = set()
-    for names, extremes in tables:
-        largest = extremes.abs().amax(1)
-        are_halves = ((extremes / _SMALLEST).frac() == 0).all(1) & (largest < _SMALLEST_NORMAL)
-        for name, is_half, size in zip(names, are_halves.tolist(), largest.tolist(), strict=True):
-            if size > 0:
-                sizes.setdefault(name, []).append(size)
-                others |= set() if is_half else {name}
-    return {name: median_high(found) for name, found in sizes.items() if name not in others}
+    largest = extremes.abs().amax(0)
+    largest = largest.where(largest > 0, math.nan)
+    are_halves = ((extremes / _SMALLEST).frac() == 0).all(0) & (largest < _SMALLEST_NORMAL)
+    always = (are_halves | largest.isnan()).all(0) & are_halves.any(0)
+    usual = -(-largest).nanmedian(0).values  # the upper one of two
+    return {name: size for name, size, is_tiny in zip(names, usual.tolist(), always.tolist(), strict=True) if is_tiny}
 
 
 def _computes_in_float16(history: History) -> bool:
     """Whether the extremes of most outputs are float16 numbers, and not all of them also bfloat16, which has fewer digits."""
-    half, fewer = dict[str, bool](), dict[str, bool]()
-    for names, extremes in _with_extremes(history.records, n.ACTIVATION):
-        for found, dtype in ((half, torch.float16), (fewer, torch.bfloat16)):
-            for name, holds in zip(names, _holds(extremes, dtype).tolist(), strict=True):
-                found[name] = found.get(name, True) and holds
-    return sum(half.values()) > _HALF * max(len(half), 1) and sum(fewer.values()) < sum(half.values())
-
-
-def _holds(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return (values.to(dtype).double() == values).all(1)
+    _, names, extremes = _extremes(history, n.ACTIVATION)
+    half, fewer = (
+        int(((extremes.to(dtype).double() == extremes) | extremes.isnan()).all(1).all(0).sum())
+        for dtype in (torch.float16, torch.bfloat16)
+    )
+    return half > _HALF * max(len(names), 1) and fewer < half
 
 
 # --- Mistakes that a few steps prove ---
@@ -188,87 +169,67 @@ def check_certain(history: History) -> list[Finding]:
 
 
 def _cleared(history: History) -> list[Finding]:
-    before, after = history.matrix(n.GRADIENT_BEFORE_CLIP, "norm"), history.matrix(n.GRADIENT, "norm")
-    if not before or not after:
-        return []
-    came, used = (dict(zip(each.steps, each.values.nan_to_num(0.0).amax(1).tolist(), strict=True)) for each in (before, after))
-    both = [step for step in came if step in used and came[step] > 0]
-    gone = [step for step in both if used[step] == 0]
+    came, used = (
+        Series(norms.steps, tuple(norms.values.nan_to_num(0.0).amax(1).tolist()) if norms else ())
+        for norms in (history.matrix(n.GRADIENT_BEFORE_CLIP, "norm"), history.matrix(n.GRADIENT, "norm"))
+    )
+    both = [pair for pair in came.beside(used) if pair[1] > 0]
+    gone = {step: norm for step, norm, left in both if left == 0}
     if len(gone) < _FEWEST or len(gone) < _MOSTLY * len(both):
         return []
-    evidence = {"steps": float(len(gone)), "largest norm before": max(came[step] for step in gone)}
+    evidence = {"steps": float(len(gone)), "largest norm before": max(gone.values())}
     cause = "The backward pass brings gradients, and the optimizer steps with zeros."
     advice = "Move optimizer.zero_grad() before loss.backward(), with nothing between that and optimizer.step()."
-    return history.finding("gradients-cleared", "", evidence, cause, advice, 121.0, severity="error", steps=gone)
+    return history.finding("gradients-cleared", "", evidence, cause, advice, 121.0, "error", list(gone))
 
 
 def _no_update(history: History) -> list[Finding]:
     updates, gradients = history.matrix(n.UPDATE, "norm"), history.used_gradients("norm")
-    live = gradients.by_name((gradients.values > 0).double().mean(0))
     applied = {record.step for record in history.records if record.applied}
-    rows = [place for place, step in enumerate(updates.steps) if step in applied]
-    if len(rows) < _FEWEST:
+    updates = updates.of([step for step in updates.steps if step in applied], updates.names)
+    if len(updates.steps) < _FEWEST:
         return []
-    values = updates.values[rows]
-    still = (values == 0).double().sum(0) / (~values.isnan()).double().sum(0).clamp(min=1)
+    still = updates.by_name((updates.values == 0).double().sum(0) / (~updates.values.isnan()).double().sum(0).clamp(min=1))
+    live = gradients.by_name((gradients.values > 0).double().mean(0))
     usual = (history.ratio(n.GRADIENT, n.PARAMETER) or history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER)).medians()
-    known = [name for name, share in updates.by_name(still).items() if share >= _MOSTLY and name in history.matrices]
+    known = [name for name, share in still.items() if share >= _MOSTLY and name in history.matrices]
     driven = [name for name in known if live.get(name, 0.0) >= _MOSTLY and usual.get(name, 1.0) > _VANISHED]
     rounded = rounded_away(history)  # another finding has these
     if not (names := [name for name in driven if name not in rounded]):
         return []
-    whole = len(names) == sum(name in history.matrices for name in updates.names)
     groups = [group for group in history.groups if not set(names).isdisjoint(group["parameters"])]
     rates = {float(group["settings"].get("lr", math.nan)) for group in groups}
-    cause = "its steps are smaller than the rounding of the weights, or it is not stepped"
-    cause = "its learning rate is 0" if rates == {0.0} else cause
-    return history.finding(
-        "zero-update",
-        "" if whole else names[0],
-        {"matrices that do not move": float(len(names)), "learning rate": max(rates, default=math.nan)},
-        f"The optimizer's change is exactly zero, step after step, though there are gradients: {cause}."
-        f"{'' if whole else also_in(names)}",
+    why = "its learning rate is 0"
+    if rates != {0.0}:
+        why = "its steps are smaller than the rounding of the weights, or it is not stepped"
+    evidence = {"matrices that do not move": float(len(names)), "learning rate": max(rates, default=math.nan)}
+    cause = f"The optimizer's change is exactly zero, step after step, though there are gradients: {why}."
+    advice = (
         "Raise the learning rate of this group, look at what a scheduler makes of it, keep float32 weights under a low precision, or "
-        "freeze it with requires_grad_(False).",
-        79.0,
-        severity="warning",
-        steps=[updates.steps[row] for row in rows],
+        "freeze it with requires_grad_(False)."
     )
+    where = "" if len(names) == sum(name in history.matrices for name in updates.names) else names
+    return history.finding("zero-update", where, evidence, cause, advice, 79.0, "warning", updates.steps)
 
 
 def _equal(history: History) -> list[Finding]:
     """Matrices of one value at the first step. Zeros alone are usual in the last layer of a branch, which gets a gradient."""
-    measured = [record for record in history.records if n.PARAMETER in record.tables]
-    at = history.beginning([record.step for record in measured])
-    if at is None:
-        return []
-    first = measured[at]
-    table = first.tables[n.PARAMETER]
-    if not {Column.SUM, Column.SQUARE_SUM, Column.COUNT} <= table.columns:
-        return []
-    constant, zero, known = [], [], 0
-    for name, row in zip(table.names, table.rows.tolist(), strict=True):
-        count = row[Column.COUNT]
-        if name not in history.matrices or count < _LEAST:
-            continue
-        known += 1
-        mean, square = row[Column.SUM] / count, row[Column.SQUARE_SUM] / count
-        if square == 0:
-            zero.append(name)
-        elif square - mean**2 <= _EQUAL * square:
-            constant.append(name)
+    sizes, rms = history.sizes(n.PARAMETER), history.matrix(n.PARAMETER, "rms")
+    means, first = history.at_beginning(history.matrix(n.PARAMETER, "mean")), history.at_beginning(rms)
+    matrices = (name for name in first if name in means and name in history.matrices and sizes[name] >= _LEAST)
+    known = {name: (first[name] ** 2, means[name] ** 2) for name in matrices if not math.isnan(means[name])}
+    zero = [name for name, (square, _) in known.items() if square == 0]
+    constant = [name for name, (square, part) in known.items() if square and square - part <= _EQUAL * square]
     norms = history.at_beginning(history.gradients("norm"))
-    blocks = 2 * len(zero) > known and not all(norms.get(name, 0.0) > 0 for name in zero)
-    found = constant if constant else zero if blocks else []
+    blocks = 2 * len(zero) > len(known) and not all(norms.get(name, 0.0) > 0 for name in zero)
+    found = constant or (zero if blocks else [])
     if not found:
         return []
-    evidence = {"matrices like this": float(len(found)), "of": float(known)}
-    cause = (
-        f"All elements of this matrix begin with the same value, so all its units compute the same and get the same gradient."
-        f"{also_in(found)}"
-    )
+    evidence = {"matrices like this": float(len(found)), "of": float(len(known))}
+    cause = "All elements of this matrix begin with the same value, so all its units compute the same and get the same gradient."
     advice = "Draw weights at random, as torch's layers do by default, and keep constants for biases and gains."
-    return history.finding("equal-units", found[0], evidence, cause, advice, 88.0, severity="warning", steps=[first.step])
+    steps = rms.steps[history.beginning(rms.steps) or 0 :][:1]
+    return history.finding("equal-units", found, evidence, cause, advice, 88.0, "warning", steps)
 
 
 def _settings(history: History, key: str) -> dict[str, tuple[Mapping[str, Any], float]]:
@@ -294,52 +255,46 @@ def _epsilon(history: History) -> list[Finding]:
     is_chosen = epsilon > _CHOSEN and history.beginning(sizes.steps) is not None
     is_chosen &= all(epsilon > _DAMPED * early.get(name, math.inf) for name in damped)
     learns = history.learning.has_fallen and not is_chosen
-    return history.finding(
-        "epsilon-dominates",
-        damped[0],
-        {"epsilon": epsilon, "root mean square of the gradient": usual[damped[0]]},
-        f"The optimizer divides by a root of the mean square of gradients plus epsilon, and epsilon is far larger: steps shrink with the "
-        f"gradient.{also_in(damped)}",
-        "Lower eps, 1e-8 is usual, or scale up the loss if gradients are this small.",
-        74.0,
-        severity="info" if learns else "warning",
+    evidence = {"epsilon": epsilon, "root mean square of the gradient": usual[damped[0]]}
+    cause = (
+        "The optimizer divides by a root of the mean square of gradients plus epsilon, and epsilon is far larger: steps shrink with the "
+        "gradient."
     )
+    advice = "Lower eps, 1e-8 is usual, or scale up the loss if gradients are this small."
+    return history.finding("epsilon-dominates", damped, evidence, cause, advice, 74.0, "info" if learns else "warning")
 
 
 def _decay(history: History) -> list[Finding]:
     settings = _settings(history, "weight_decay")
     weights, gradients = history.matrix(n.PARAMETER, "norm"), history.used_gradients("norm")
     early, pull = weights.part(0, 0.1).medians(), gradients.part(0, 0.1).medians()
-    strong, forgets = {}, False
+    shares, names, forgets = dict[str, float](), list[str](), False
     for name in history.matrices:
         group, decay = settings.get(name, ({}, 0.0))
         if decay <= 0 or not early.get(name) or not pull.get(name):
             continue
-        share = decay * early[name] / pull[name]
+        shares[name] = decay * early[name] / pull[name]
         per_step = decay * float(group["settings"].get("lr") or 0.0)
         is_decoupled = group["optimizer"] in _DECOUPLED or bool(group["settings"].get("decoupled_weight_decay"))
         # with a usual decay it is the rate that is too high
-        strong[name] = per_step > _FORGET and decay > _USUAL if is_decoupled else share > _DECAY
+        is_strong = per_step > _FORGET and decay > _USUAL if is_decoupled else shares[name] > _DECAY
+        if is_strong:
+            names.append(name)
         forgets |= is_decoupled and per_step > 2 * _FORGET
-    names = [name for name, is_strong in strong.items() if is_strong]
-    if not names or 2 * len(names) <= len(strong):
+    if not names or 2 * len(names) <= len(shares):
         return []
     last = weights.part(0.9, 1).medians()
     shrinks = sum(last.get(name, 0.0) < 0.5 * early[name] for name in names) * 2 > len(names)
-    return history.finding(
-        "weight-decay-high",
-        names[0],
-        {
-            "weight decay": settings[names[0]][1],
-            "decay / gradient": settings[names[0]][1] * early[names[0]] / pull[names[0]],
-            "norm of the weights at the end / at the beginning": last.get(names[0], math.nan) / early[names[0]],
-        },
-        f"Weight decay moves the weights more than the gradient does.{also_in(names)}",
-        "Lower weight_decay; 0.01 to 0.1 is usual with AdamW, 1e-4 to 1e-3 with SGD and Adam.",
-        83.0,
-        severity="warning" if shrinks or forgets or history.learning.is_stuck else "info",
-        steps=weights.steps,
-    )
+    end = last.get(names[0], math.nan) / early[names[0]]
+    evidence = {
+        "weight decay": settings[names[0]][1],
+        "decay / gradient": settings[names[0]][1] * early[names[0]] / pull[names[0]],
+    }
+    evidence["norm of the weights at the end / at the beginning"] = end
+    cause = "Weight decay moves the weights more than the gradient does."
+    advice = "Lower weight_decay; 0.01 to 0.1 is usual with AdamW, 1e-4 to 1e-3 with SGD and Adam."
+    severity: Severity = "warning" if shrinks or forgets or history.learning.is_stuck else "info"
+    return history.finding("weight-decay-high", names, evidence, cause, advice, 83.0, severity, weights.steps)
 
 
 # --- NaN and infinity: which came first ---
@@ -578,16 +533,12 @@ def _first_nonfinite(record: StepRecord, loss: float | None, history: History) -
 
 
 def _stuck(history: History) -> list[Finding]:
-    overflowed = 0
-    for record in reversed(history.records):
-        if record.applied or record.skipped or record.interrupted:
-            break
-        overflowed += 1
-    if overflowed < _STUCK:
+    overflowed = list(
+        takewhile(lambda record: not (record.applied or record.skipped or record.interrupted), reversed(history.records))
+    )
+    if len(overflowed) < _STUCK:
         return []
-    evidence = {"overflowed steps in a row": float(overflowed)}
+    evidence, steps = {"overflowed steps in a row": float(len(overflowed))}, history.steps[-len(overflowed) :]
     cause = "The GradScaler skips every step: the gradients overflow at any scale."
     advice = "The forward or backward pass itself overflows: use bfloat16, or keep the layers that overflow in float32."
-    return history.finding(
-        "non-finite-gradient", "", evidence, cause, advice, 100.0, severity="error", steps=history.steps[-overflowed:]
-    )
+    return history.finding("non-finite-gradient", "", evidence, cause, advice, 100.0, "error", steps)
