@@ -406,7 +406,8 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
     ratios = [before / after for _, before, after in norms.beside(clipped) if after]
     if not ratios or not (usual := median_high(ratios)) > _LOW:
         return []
-    evidence, severity, weight = {"median norm": norms.median, "times less": usual}, "info", 4.0
+    severity: Severity = "info"
+    evidence, weight = {"median norm": norms.median, "times less": usual}, 4.0
     cause = (
         f"In nearly every step the gradient is made {usual:.3g} times smaller between backward and the optimizer's step, and not to "
         "one norm, as by a clip with one bound."
