@@ -93,9 +93,8 @@ class RunCard:
         key = loss_among(run.scalars)
         loss = _series(run, key)
         self.loss_key = "" if key is None else key.name
-        self.loss: float | None = (
-            None  # the median of the last twentieth; None if none was logged, NaN or infinite if the last one is
-        )
+        # the median of the last twentieth; None if none was logged, NaN or infinite if the last one is
+        self.loss: float | None = None
         if len(loss):
             self.loss = loss.finite.part(1 - _NOW, 1).median if math.isfinite(loss.values[-1]) else loss.values[-1]
         self.first_loss = loss.values[0] if len(loss) else None

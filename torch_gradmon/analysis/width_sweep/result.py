@@ -213,7 +213,6 @@ def fit_slope(points: Mapping[int, Sequence[tuple[int, float]]], confidence: flo
     return Slope(exponent, exponent - half, exponent + half, offset, scatter, freedom)
 
 
-@functools.lru_cache(maxsize=64)
 def student_quantile(probability: float, freedom: int) -> float:
     """The t below which Student's distribution has ``probability``, of at least one half.
 
@@ -645,7 +644,7 @@ class WidthSweep:
 
     def panels(self) -> Panels:
         """The plotted panels: both terms and the mean of |output| over the width, after the last step."""
-        judged = {(verdict.module, verdict.term): verdict for verdict in self.verdicts}
+        judged: dict[tuple[str, str], LayerVerdict] = {(verdict.module, verdict.term): verdict for verdict in self.verdicts}
         found: dict[str, list[TermLine]] = {}
         for term, title in _TITLES.items():
             lines = found[title] = []
@@ -654,7 +653,7 @@ class WidthSweep:
                 for width, value in chain.from_iterable(series(self.runs, name, term, self.steps).values()):
                     if 0.0 < value < math.inf:
                         points.setdefault(width, []).append(value)
-                verdict = judged.get((name, term))  # type: ignore[call-overload]
+                verdict = judged.get((name, term))
                 exponent = f" {verdict.slope.exponent:+.2f}" if verdict and verdict.slope else ""
                 if points:
                     state = verdict.state if verdict else ""

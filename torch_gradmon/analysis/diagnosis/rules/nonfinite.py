@@ -363,173 +363,153 @@ _STAGES = (
 
 def check_nonfinite(history: History) -> list[Finding]:
     """The first applied step with NaN or Inf, by the stage that had it first; and a GradScaler that never applies a step."""
-    found = _stuck(history)
-    losses = dict(history.loss.pairs())
-    stages = (
-        (record, _first_nonfinite(record, losses.get(record.step), history)) for record in history.records if record.applied
-    )
-    applied = [(record, *nonfinite) for record, nonfinite in stages if nonfinite]
+    found, losses = _stuck(history), dict(history.loss.pairs())
+    steps = [_Step(record, losses.get(record.step), history) for record in history.records if record.applied]
+    applied = [step for step in steps if step.stage is not None]
     if not applied:
         return found
-    record, stage, places = applied[0]
-    if any(fact.rule in OF_THE_BATCH and fact.first <= record.step <= fact.last for fact in history.facts):
+    first = applied[0]
+    number, stage = first.record.step, first.stage
+    if stage is None or any(fact.rule in OF_THE_BATCH and fact.first <= number <= fact.last for fact in history.facts):
         return found  # the rest follows from the batch
-    last = applied[-1][0].step
-    evidence = {"steps": float(len(applied))}
-    if stage.source:
-        evidence = {"tensors": float(len(places)), **evidence}
-    cause, advice = _words_of_networks(stage, record, history) or _words(stage, places, record, history, losses.get(record.step))
-    known = [loss for step, loss in losses.items() if step < record.step and math.isfinite(loss)]
+    tensors = {"tensors": float(len(first.places))} if stage.source else {}
+    cause, advice = first.words_of_networks(stage) or first.words(stage)
+    known = [loss for step, loss in losses.items() if step < number and math.isfinite(loss)]
     if len(known) >= _LOSSES_BEFORE and known[-1] > _GREW * known[0] > 0:
         cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
         advice = "lower the learning rate first, since the training had left its range; if that changes nothing, " + advice
     if stage.rule != "non-finite-parameter" and not Precautions(history).skips:
         advice += ", or skip such steps: on_spike='skip'"
-    where, cause, advice = _origin(stage, places, record, history), _sentence(cause), _sentence(advice)
-    return [*found, Finding(stage.rule, "error", where, (record.step, last), evidence, cause, advice, 100.0)]
+    cause, advice = (f"{text[0].upper()}{text[1:]}." for text in (cause, advice))
+    evidence, span = {**tensors, "steps": float(len(applied))}, (number, applied[-1].record.step)
+    return [*found, *history.finding(stage.rule, first.origin(stage), evidence, cause, advice, 100.0, "error", span)]
 
 
-class _Networks:
-    """What a step of several networks, each with an optimizer and perhaps a loss of its own, shows besides."""
+class _Step:
+    """One step: the first stage with NaN or Inf, None without any, and the names of its tensors that have them."""
 
-    def __init__(self, record: StepRecord, history: History) -> None:
+    def __init__(self, record: StepRecord, loss: float | None, history: History) -> None:
+        self.record, self._tables, self._loss, self._history = record, record.tables, loss, history
+        # of several networks, each with an optimizer and perhaps a loss of its own
         losses = {key.name: value for key, value in record.values.items() if is_loss_of_network(key)}
-        self.finite = [name for name, value in losses.items() if math.isfinite(value)]
-        self.bad = [name for name in losses if name not in self.finite]
-        self.take_turns = "by_turns" in record.context  # the step has the steps of several of their optimizers
-        names = nonfinite_names(record.tables.get(n.GRADIENT_BEFORE_CLIP, record.tables.get(n.GRADIENT)))
+        self._finite = [name for name, value in losses.items() if math.isfinite(value)]
+        self._bad = [name for name in losses if name not in self._finite]
+        self._take_turns = "by_turns" in record.context  # the step has the steps of several of their optimizers
+        names = nonfinite_names(self._tables.get(n.GRADIENT_BEFORE_CLIP, self._tables.get(n.GRADIENT)))
         # gradients of several of these have NaN or Inf: the others' went through what the first one wrote
-        self.spread = len(history.first_to_step(names, record)) < len(names)
+        self._spread = len(history.first_to_step(names, record)) < len(names)
+        self.places: list[str] = []
+        self.stage = next(filter(self._begins_in, _STAGES), None)
 
-    def has_finite_loss(self, loss: float | None) -> bool | None:
-        """Whether the loss was finite of the network that had NaN or Inf first; None if that is unknown."""
-        if self.finite and self.bad and self.take_turns:
-            return self.spread
-        return None if loss is None else math.isfinite(loss)
-
-
-def _words_of_networks(stage: _Stage, record: StepRecord, history: History) -> tuple[str, str] | None:
-    networks = _Networks(record, history)
-    finite, bad = " and ".join(networks.finite), " and ".join(networks.bad)
-    turns = record.context.get("by_turns", 0)
-    if stage.rule == "non-finite-loss" and networks.spread and turns > 1:
-        return (
-            f"the loss and the gradients of several optimizers are NaN or infinite; one of these stepped {turns:.0f} times in this step, "
-            "of which the last one alone is known, so that the gradients of an earlier one may have been the first",
-            f"watch each network by a monitor of its own, so that each of its steps has a record; {stage.advice}; and {_DERIVATIVES}",
-        )
-    if stage.rule == "non-finite-loss" and finite and bad and networks.take_turns:
-        return f"{bad} came first with NaN or Inf; parameters and {finite} are finite", stage.advice
-    if stage.source == n.GRADIENT_BEFORE_CLIP and networks.spread:
-        return (
-            f"{finite or 'the loss'} had no NaN or Inf, and the backward pass produces them; the optimizer of this parameter steps before "
-            "the others, whose gradients then went through what it wrote",
-            stage.advice,
-        )
-    if stage.source == n.GRADIENT_BEFORE_CLIP and finite and bad:
-        return (
-            f"gradients are NaN or infinite while parameters and {finite} are finite, unlike {bad}: if this network is trained by "
-            f"{finite}, its backward pass produces them, and if by {bad}, they came with this loss",
-            f"{stage.advice}; or at what went into {bad}",
-        )
-    return None
-
-
-def _words(stage: _Stage, places: list[str], record: StepRecord, history: History, loss: float | None) -> tuple[str, str]:
-    """Cause and advice, by what was recorded of the step: what comes before may be finite, or only unknown."""
-    if stage.source == n.PARAMETER:
-        return _after_unseen_steps(stage.cause, record, history), stage.advice
-    if stage.source == n.GRADIENT:
-        unseen = "the gradients that the optimizer used are NaN or infinite; those of the backward pass are not known"
-        return stage.cause if n.GRADIENT_BEFORE_CLIP in record.tables else unseen, stage.advice
-    if stage.source == n.ACTIVATION:
-        return _made_before(places[0], record, history) or (stage.cause, stage.advice)
-    if n.ACTIVATION in record.tables:
-        return stage.cause, stage.advice
-    look = (
-        "look for NaN and Inf in the batch with torch.isfinite, then watch with preset='full', which measures outputs, to see whether a "
-        "module makes it; if none does, "
-    )
-    if stage.rule == "non-finite-loss":
-        cause = "the loss is NaN or infinite while parameters are finite; outputs of modules were not measured"
-        return cause, look + stage.advice
-    if stage.rule == "non-finite-gradient" and loss is None:
-        cause = "gradients are NaN or infinite while parameters are finite; neither the loss nor outputs of modules were recorded"
-        remedy = "" if history.loss else f"{history.advice.loss}, and "
-        return cause, f"{remedy}{look}{stage.advice}"
-    return stage.cause, stage.advice
-
-
-def _made_before(name: str, record: StepRecord, history: History) -> tuple[str, str] | None:
-    """Cause and advice for a module that cannot have made NaN or Inf itself; None if it can, or its parameters are not known."""
-    kind, inputs = history.kinds.get(name, ""), record.tables.get(n.INPUT)
-    if n.PARAMETER not in record.tables or not _FINITE.fullmatch(kind):
-        return None
-    if inputs is not None and name in inputs.names and name not in nonfinite_names(inputs):
-        return None  # its sums overflow
-    outputs = record.tables[n.ACTIVATION]
-    spoiled = {*nonfinite_names(outputs)}
-    before = [each for each in outputs.names[: outputs.names.index(name)] if each not in spoiled]
-    article = "an" if kind[0] in "AEIU" else "a"
-    if not before:  # the first module that is called
-        return (
-            f"the first output that is measured has NaN or Inf, and {name} is {article} {kind} whose parameters are finite: what it got "
-            "was not finite, the batch or what forward() makes of it before, or so large that its sums overflow",
-            "look for NaN and Inf in the inputs with torch.isfinite, in the file and after each transform, and drop or fill these "
-            f"examples; then at what forward() computes before {name}",
-        )
-    where = f"between {before[-1]}, whose output is the last finite one, and {name}"
-    return (
-        f"the forward pass has its first NaN or Inf in the output of this module, but {name} is {article} {kind} whose parameters are "
-        "finite: what it got was not finite, or so large that its sums overflow",
-        f"look at what forward() computes {where}: clamp before log, exp and sqrt, add an eps in divisions, and use float32 where float16 "
-        "overflows",
-    )
-
-
-def _after_unseen_steps(cause: str, record: StepRecord, history: History) -> str:
-    """The cause, without a word about steps whose gradients are not in the records."""
-    last = max((step for step in history.steps if step < record.step), default=None)
-    if last is None:
-        return "parameters were NaN or infinite before the forward pass of the first step that is known"
-    if record.step - last == 1:
-        return cause
-    return f"parameters were NaN or infinite before the forward pass; gradients were finite in step {last}, and later ones are not known"
-
-
-def _origin(stage: _Stage, places: list[str], record: StepRecord, history: History) -> str:
-    """The first name in the order of the pass; a backward pass reaches the last parameters first. A clip spreads NaN to all."""
-    table = record.tables.get(n.GRADIENT)
-    if not places or (stage.source == n.GRADIENT and table is not None and len(places) == len(table.names)):
-        return ""
-    if stage.source not in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT):
-        return places[0]
-    first = history.first_to_step(places, record)
-    if stage.source == n.GRADIENT:
-        return first[0]
-    return next((name for name in reversed(first) if name in history.matrices), first[-1])
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _first_nonfinite(record: StepRecord, loss: float | None, history: History) -> tuple[_Stage, list[str]] | None:
-    networks = _Networks(record, history)
-    for stage in _STAGES:
+    def _begins_in(self, stage: _Stage) -> bool:
+        """Whether the stage has NaN or Inf; sets :attr:`places`."""
+        has_finite_loss = None if self._loss is None else math.isfinite(self._loss)
+        if self._finite and self._bad and self._take_turns:
+            has_finite_loss = self._spread  # that of the network that had NaN or Inf first
         if not stage.source:
-            if networks.has_finite_loss(loss) is False:
-                return stage, []
-        elif places := nonfinite_names(record.tables.get(stage.source)):
-            if stage.source == n.ACTIVATION:
-                comes_after = networks.spread and networks.has_finite_loss(loss)
-                # harmless if all that follows is finite, as for logits that a mask sets to minus infinity
-                later = [record.tables[source] for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT) if source in record.tables]
-                is_spoiled = not later or any(map(nonfinite_names, later)) or not (loss is None or math.isfinite(loss))
-                places = innermost(places) if is_spoiled and not comes_after else []
-            if places:
-                return stage, places
-    return None
+            return has_finite_loss is False
+        self.places = nonfinite_names(self._tables.get(stage.source))
+        if self.places and stage.source == n.ACTIVATION:
+            comes_after = self._spread and has_finite_loss
+            # harmless if all that follows is finite, as for logits that a mask sets to minus infinity
+            later = [self._tables[source] for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT) if source in self._tables]
+            is_spoiled = not later or any(map(nonfinite_names, later)) or not (self._loss is None or math.isfinite(self._loss))
+            self.places = innermost(self.places) if is_spoiled and not comes_after else []
+        return bool(self.places)
+
+    def words_of_networks(self, stage: _Stage) -> tuple[str, str] | None:
+        finite, bad = " and ".join(self._finite), " and ".join(self._bad)
+        turns = self.record.context.get("by_turns", 0)
+        if stage.rule == "non-finite-loss" and self._spread and turns > 1:
+            return (
+                f"the loss and the gradients of several optimizers are NaN or infinite; one of these stepped {turns:.0f} times in this "
+                "step, of which the last one alone is known, so that the gradients of an earlier one may have been the first",
+                f"watch each network by a monitor of its own, so that each of its steps has a record; {stage.advice}; and {_DERIVATIVES}",
+            )
+        if stage.rule == "non-finite-loss" and finite and bad and self._take_turns:
+            return f"{bad} came first with NaN or Inf; parameters and {finite} are finite", stage.advice
+        if stage.source == n.GRADIENT_BEFORE_CLIP and self._spread:
+            return (
+                f"{finite or 'the loss'} had no NaN or Inf, and the backward pass produces them; the optimizer of this parameter steps "
+                "before the others, whose gradients then went through what it wrote",
+                stage.advice,
+            )
+        if stage.source == n.GRADIENT_BEFORE_CLIP and finite and bad:
+            return (
+                f"gradients are NaN or infinite while parameters and {finite} are finite, unlike {bad}: if this network is trained by "
+                f"{finite}, its backward pass produces them, and if by {bad}, they came with this loss",
+                f"{stage.advice}; or at what went into {bad}",
+            )
+        return None
+
+    def words(self, stage: _Stage) -> tuple[str, str]:
+        """Cause and advice, by what was recorded of the step: what comes before may be finite, or only unknown."""
+        cause, advice = stage.cause, stage.advice
+        look = (
+            "look for NaN and Inf in the batch with torch.isfinite, then watch with preset='full', which measures outputs, to see whether "
+            "a module makes it; if none does, "
+        )
+        if stage.source == n.PARAMETER:
+            cause = self._after_unseen_steps(cause)
+        elif stage.source == n.GRADIENT and n.GRADIENT_BEFORE_CLIP not in self._tables:
+            cause = "the gradients that the optimizer used are NaN or infinite; those of the backward pass are not known"
+        elif stage.source == n.ACTIVATION:
+            return self._made_before(self.places[0]) or (cause, advice)
+        elif stage.source != n.GRADIENT and n.ACTIVATION not in self._tables:
+            if stage.rule == "non-finite-loss":
+                cause = "the loss is NaN or infinite while parameters are finite; outputs of modules were not measured"
+                advice = look + advice
+            elif self._loss is None:
+                cause = "gradients are NaN or infinite while parameters are finite; neither the loss nor outputs of modules were recorded"
+                advice = f"{'' if self._history.loss else f'{self._history.advice.loss}, and '}{look}{advice}"
+        return cause, advice
+
+    def _made_before(self, name: str) -> tuple[str, str] | None:
+        """Cause and advice for a module that cannot have made NaN or Inf itself; None if it can, or its parameters are not known."""
+        kind, inputs = self._history.kinds.get(name, ""), self._tables.get(n.INPUT)
+        if n.PARAMETER not in self._tables or not _FINITE.fullmatch(kind):
+            return None
+        if inputs is not None and name in inputs.names and name not in nonfinite_names(inputs):
+            return None  # its sums overflow
+        outputs = self._tables[n.ACTIVATION]
+        spoiled = {*nonfinite_names(outputs)}
+        before = [each for each in outputs.names[: outputs.names.index(name)] if each not in spoiled]
+        article = "an" if kind[0] in "AEIU" else "a"
+        if not before:  # the first module that is called
+            return (
+                f"the first output that is measured has NaN or Inf, and {name} is {article} {kind} whose parameters are finite: what it "
+                "got was not finite, the batch or what forward() makes of it before, or so large that its sums overflow",
+                "look for NaN and Inf in the inputs with torch.isfinite, in the file and after each transform, and drop or fill these "
+                f"examples; then at what forward() computes before {name}",
+            )
+        where = f"between {before[-1]}, whose output is the last finite one, and {name}"
+        return (
+            f"the forward pass has its first NaN or Inf in the output of this module, but {name} is {article} {kind} whose parameters are "
+            "finite: what it got was not finite, or so large that its sums overflow",
+            f"look at what forward() computes {where}: clamp before log, exp and sqrt, add an eps in divisions, and use float32 where "
+            "float16 overflows",
+        )
+
+    def _after_unseen_steps(self, cause: str) -> str:
+        """The cause, without a word about steps whose gradients are not in the records."""
+        last = max((step for step in self._history.steps if step < self.record.step), default=None)
+        if last is None:
+            return "parameters were NaN or infinite before the forward pass of the first step that is known"
+        if self.record.step - last == 1:
+            return cause
+        unseen = f"gradients were finite in step {last}, and later ones are not known"
+        return f"parameters were NaN or infinite before the forward pass; {unseen}"
+
+    def origin(self, stage: _Stage) -> str:
+        """The first name in the order of the pass; a backward pass reaches the last parameters first. A clip spreads NaN to all."""
+        table, history = self._tables.get(n.GRADIENT), self._history
+        if not self.places or (stage.source == n.GRADIENT and table is not None and len(self.places) == len(table.names)):
+            return ""
+        if stage.source not in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT):
+            return self.places[0]
+        first = history.first_to_step(self.places, self.record)
+        matrices = [name for name in reversed(first) if name in history.matrices and stage.source == n.GRADIENT_BEFORE_CLIP]
+        return next(iter(matrices), first[0] if stage.source == n.GRADIENT else first[-1])
 
 
 def _stuck(history: History) -> list[Finding]:

@@ -13,7 +13,7 @@ import torch
 from ....core import keys as n
 from ....core.formatting import listed, percent
 from ....core.keys import blocks_of
-from ....core.loop_mistakes import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE, LoopFinding
+from ....core.loop_mistakes import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE
 from ....core.records import Severity
 from ..findings import Finding, NotMeasured
 from ..history import History, falls_without_bound, spread
@@ -177,20 +177,18 @@ _NORMAL_LOSSES = 20
 
 
 def check_foresight(history: History) -> list[Finding]:
-    return [found for fact in history.facts if fact.rule == ABOUT_TO_DIVERGE for found in _finding(history, fact)]
-
-
-def _finding(history: History, fact: LoopFinding) -> list[Finding]:
-    lies_ahead = history.records[-1].step - fact.last <= _OVER
-    has_come = _has_risen(history.loss.finite, fact.first)
-    leads, others = next(iter(fact.where), ""), f", then {', '.join(fact.where[1:4])}" if len(fact.where) > 1 else ""
-    when = "has risen since" if has_come else "is still normal" if lies_ahead else "has stayed normal since"
-    what = f"the loss {when}" if len(history.loss.finite) else "no loss is logged"
-    evidence = {"signs": float(fact.count), **fact.evidence}
-    cause = f"Weights or outputs have grown as they had not before, {leads} first{others}; {what}."
-    severity: Severity = "warning" if lies_ahead or has_come else "info"
-    span = fact.first, fact.last
-    return history.finding(ABOUT_TO_DIVERGE, leads, evidence, cause, f"{DIVERGENCE_ADVICE}.", 75.0, severity, span)
+    found: list[Finding] = []
+    for fact in (fact for fact in history.facts if fact.rule == ABOUT_TO_DIVERGE):
+        lies_ahead = history.records[-1].step - fact.last <= _OVER
+        has_come = _has_risen(history.loss.finite, fact.first)
+        leads, others = next(iter(fact.where), ""), f", then {', '.join(fact.where[1:4])}" if len(fact.where) > 1 else ""
+        when = "has risen since" if has_come else "is still normal" if lies_ahead else "has stayed normal since"
+        what = f"the loss {when}" if len(history.loss.finite) else "no loss is logged"
+        evidence, steps = {"signs": float(fact.count), **fact.evidence}, (fact.first, fact.last)
+        cause = f"Weights or outputs have grown as they had not before, {leads} first{others}; {what}."
+        severity: Severity = "warning" if lies_ahead or has_come else "info"
+        found += history.finding(ABOUT_TO_DIVERGE, leads, evidence, cause, f"{DIVERGENCE_ADVICE}.", 75.0, severity, steps)
+    return found
 
 
 def _has_risen(loss: Series, first: int) -> bool:
