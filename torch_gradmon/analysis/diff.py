@@ -284,34 +284,47 @@ def diff_runs(
         left, right = (
             run._reader if isinstance(run, Run) else opened.enter_context(contextlib.closing(read_run(run))) for run in (a, b)
         )
-        comparison = Comparison(left, right, rules)
-        steps = between(left.steps, first, last), between(right.steps, first, last)
-        common = sorted(set(steps[0]) & set(steps[1]))
-        if not common:
-            raise ValueError(f"the runs have no step in common: the first has {_span(steps[0])}, the second {_span(steps[1])}")
-        rules.with_memory = between(left.steps, None, common[-1]) == between(right.steps, None, common[-1])
-        with ProgressBar(len(common), "diff", "step", progress) as bar:
-            comparison.scan(common, bar.advance)
-        settings, began = settings_that_differ(left.meta, right.meta), comparison.onset
-        of_optimizers = optimizer_settings(left.meta) | optimizer_settings(right.meta)
-        onset, meaning = comparison.first_difference([name for name in settings if name in of_optimizers])
-        divergences, remark = comparison.divergences()
-        return RunDiff(
-            runs=("a" if isinstance(a, Run) else os.fspath(a), "b" if isinstance(b, Run) else os.fspath(b)),
-            steps=tuple(comparison.steps),
-            first=divergences[0] if divergences else None,
-            divergences=tuple(divergences),
-            stages=comparison.stages(comparison.steps[-1]),
-            onset=onset,
-            interpretation=" ".join(filter(None, (meaning, remark))),
-            largest=comparison.largest(),
-            growth={} if began is None else comparison.growth(_growth_steps(common, began, comparison.steps[-1])),
-            unmatched=comparison.unmatched(steps),
-            not_compared=() if rules.keys else tuple(format_key(key) for key in left.scalars if rules.leaves_out(key)),
-            settings=settings,
-            tags={} if began is None else _tags(left, right, began),
-            strict=strict,
-        )
+        names = "a" if isinstance(a, Run) else os.fspath(a), "b" if isinstance(b, Run) else os.fspath(b)
+        return _diff(left, right, names, rules, (first, last), strict, progress)
+
+
+def _diff(
+    left: RunReader,
+    right: RunReader,
+    names: tuple[str, str],
+    rules: Rules,
+    bounds: tuple[int | None, int | None],
+    strict: bool,
+    progress: bool | None,
+) -> RunDiff:
+    comparison = Comparison(left, right, rules)
+    steps = between(left.steps, *bounds), between(right.steps, *bounds)
+    common = sorted(set(steps[0]) & set(steps[1]))
+    if not common:
+        raise ValueError(f"the runs have no step in common: the first has {_span(steps[0])}, the second {_span(steps[1])}")
+    rules.with_memory = between(left.steps, None, common[-1]) == between(right.steps, None, common[-1])
+    with ProgressBar(len(common), "diff", "step", progress) as bar:
+        comparison.scan(common, bar.advance)
+    settings, began = settings_that_differ(left.meta, right.meta), comparison.onset
+    of_optimizers = optimizer_settings(left.meta) | optimizer_settings(right.meta)
+    onset, meaning = comparison.first_difference([name for name in settings if name in of_optimizers])
+    divergences, remark = comparison.divergences()
+    return RunDiff(
+        runs=names,
+        steps=tuple(comparison.steps),
+        first=divergences[0] if divergences else None,
+        divergences=tuple(divergences),
+        stages=comparison.stages(comparison.steps[-1]),
+        onset=onset,
+        interpretation=" ".join(filter(None, (meaning, remark))),
+        largest=comparison.largest(),
+        growth={} if began is None else comparison.growth(_growth_steps(common, began, comparison.steps[-1])),
+        unmatched=comparison.unmatched(steps),
+        not_compared=() if rules.keys else tuple(format_key(key) for key in left.scalars if rules.leaves_out(key)),
+        settings=settings,
+        tags={} if began is None else _tags(left, right, began),
+        strict=strict,
+    )
 
 
 def _span(steps: Sequence[int]) -> str:
