@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 
 from tests.stored_runs import bytes_read
-from torch_gradmon.analysis.many_runs import run_card
+from torch_gradmon.analysis.many_runs import RunCard
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.core.records import StepRecord, StepValues
 from torch_gradmon.runs.packing import pack
@@ -149,7 +149,7 @@ def reading(made: Sequence[tuple[StepRecord, StepRecord]], steps: int, times: in
             load_run(place).close()
 
         def row() -> None:
-            run_card(place)
+            RunCard(place)
 
         found: dict[str, Any] = {}
         with bytes_read() as count, closing(load_run(place)) as run:

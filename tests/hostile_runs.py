@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.analysis.many_runs import run_card
+from torch_gradmon.analysis.many_runs import RunCard
 from torch_gradmon.analysis.run import diagnose, read_run
 from torch_gradmon.runs import format as f
 from torch_gradmon.runs.log import LogReader, framed
@@ -282,7 +282,7 @@ def read_all(path: Path) -> str:
         assert all("\n" not in line for line in [*run.damage, repr(run), run.model_text])
         list(map(str, run.trained_parts))
         run.refresh()
-    run_card(path)
+    RunCard(path)
     str(diagnose(path))
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from torch_gradmon.analysis.many_runs import RunCard
 from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core.keys import TENSOR_SOURCES
 from torch_gradmon.core.records import StepRecord
@@ -19,6 +21,12 @@ from torch_gradmon.runs.writer import RunWriter
 
 VALUES, ROWS = "gradmon.000001.values", "gradmon.000001.rows"
 NO_RECORD = b"no record at all, just some bytes " * 2000
+
+
+def changed(card: RunCard, **changes: Any) -> RunCard:
+    found = copy.copy(card)
+    vars(found).update(changes)
+    return found
 
 
 @contextmanager

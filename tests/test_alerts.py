@@ -16,7 +16,6 @@ import time
 import urllib.request
 import weakref
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from tests.live_training import LAYER, train
 from tests.receivers import receiver
-from tests.stored_runs import timed
-from torch_gradmon.analysis.many_runs import has_stalled, run_card
+from tests.stored_runs import changed, timed
+from torch_gradmon.analysis.many_runs import RunCard
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.core.loop_mistakes import LoopFinding
 from torch_gradmon.core.records import SpikeEvent
@@ -274,14 +273,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_has_stalled_after_ten_usual_intervals(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "a")
-    assert not has_stalled(run_card(run))  # ended
+    assert not RunCard(run).has_stalled  # ended
     for seconds, expected in ((45.0, False), (75.0, True)):  # steps of milliseconds: at least a minute
         aged(tmp_path / "a", seconds)
-        assert has_stalled(run_card(tmp_path / "a")) is expected
+        assert RunCard(tmp_path / "a").has_stalled is expected
     timed(tmp_path / "a", lambda record: record.step * 10.0)  # a step every ten seconds
     for seconds, expected in ((80.0, False), (130.0, True)):
         aged(tmp_path / "a", seconds)
-        assert has_stalled(run_card(tmp_path / "a")) is expected
+        assert RunCard(tmp_path / "a").has_stalled is expected
 
 
 def test_pauses_that_a_run_makes_are_no_stalls(run: Path, tmp_path: Path) -> None:
@@ -292,8 +291,8 @@ def test_pauses_that_a_run_makes_are_no_stalls(run: Path, tmp_path: Path) -> Non
         ends = [step + 300.0 * sum(step >= late for late in evaluations) for step in range(60)]  # five minutes before some
         ended = time.time() - age
         timed(tmp_path / "a", lambda record, ends=ends, ended=ended: ends[record.step] - ends[-1] + ended)
-        card = run_card(tmp_path / "a")
-        assert (has_stalled(card), card.state == "silent") == (expected, expected)
+        card = RunCard(tmp_path / "a")
+        assert (card.has_stalled, card.state == "silent") == (expected, expected)
 
 
 @pytest.mark.thorough
@@ -320,36 +319,36 @@ def test_alarms_report_what_is_new_and_each_stall_once(run: Path, tmp_path: Path
 
 
 def test_what_was_there_before_is_no_alert(run: Path) -> None:
-    card = run_card(run)
-    old = replace(card, state="silent", usual=1.0, age=1e6, findings=[], is_diagnosed=False)
+    card = RunCard(run)
+    old = changed(card, state="silent", usual=1.0, age=1e6, findings=[], is_diagnosed=False)
     alarms = RunAlarms(old)
     found = [("warning", "dead-units", "0")]
     assert list(alarms.new(old)) == []
-    assert list(alarms.new(replace(old, findings=found, is_diagnosed=True))) == []  # its first diagnosis
+    assert list(alarms.new(changed(old, findings=found, is_diagnosed=True))) == []  # its first diagnosis
     more = [*found, ("warning", "loss-plateau", "")]
-    assert [alert.what for alert in alarms.new(replace(old, findings=more, is_diagnosed=True))] == ["loss-plateau"]
-    assert [alert.kind for alert in alarms.new(replace(old, step=100, findings=more, is_diagnosed=True))] == ["stalled"]
+    assert [alert.what for alert in alarms.new(changed(old, findings=more, is_diagnosed=True))] == ["loss-plateau"]
+    assert [alert.kind for alert in alarms.new(changed(old, step=100, findings=more, is_diagnosed=True))] == ["stalled"]
 
 
 def test_a_new_spike_is_named_itself_and_calls_once_a_minute(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(board_module.time, "monotonic", lambda: now[0])
-    card = run_card(run)
+    card = RunCard(run)
     alarms = RunAlarms(card)
-    later = replace(card, spikes=2, last_spike="step 58: small", last_spike_step=58, last_spike_where="2.weight")
+    later = changed(card, spikes=2, last_spike="step 58: small", last_spike_step=58, last_spike_where="2.weight")
     assert [(alert.step, alert.where) for alert in alarms.new(later)] == [(58, "2.weight")]
     now[0] += 30
-    assert list(alarms.new(replace(later, spikes=4))) == []
+    assert list(alarms.new(changed(later, spikes=4))) == []
     now[0] += 31
-    (alert,) = alarms.new(replace(later, spikes=5, last_spike="step 80: large"))
+    (alert,) = alarms.new(changed(later, spikes=5, last_spike="step 80: large"))
     assert alert.text.endswith("step 80: large (and 2 more before)")
 
 
 def test_another_run_in_the_same_directory_is_new(run: Path) -> None:
-    card = run_card(run)
+    card = RunCard(run)
     alarms = RunAlarms(card)
     assert list(alarms.new(card)) == []
-    assert [alert.kind for alert in alarms.new(replace(card, began=(card.began or 0.0) + 5))] == ["spike"]
+    assert [alert.kind for alert in alarms.new(changed(card, began=(card.began or 0.0) + 5))] == ["spike"]
 
 
 def test_a_webhook_that_has_moved_is_an_error() -> None:

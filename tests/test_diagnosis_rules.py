@@ -361,20 +361,21 @@ def test_gradients_that_are_all_zero_are_underflow_only_where_outputs_are_float1
 
 
 @pytest.mark.parametrize(
-    ("largest", "update", "gradient", "found"),
+    ("dtype", "update", "gradient", "found"),
     [
-        (0.5, 0.9, 0.0, True),
-        (0.5, 0.5, 0.0, False),  # half of the elements move
-        (0.5, 0.9, 0.8, False),  # rows of an embedding that no batch has
-        (0.1234567, 0.9, 0.0, False),  # float32
+        ("bfloat16", 0.9, 0.0, True),
+        ("float16", 0.9, 0.0, True),
+        ("float16", 0.5, 0.0, False),  # half of the elements move
+        ("float16", 0.9, 0.8, False),  # rows of an embedding that no batch has
+        ("float32", 0.9, 0.0, False),
     ],
 )
-def test_updates_that_half_precision_rounds_to_nothing(largest: float, update: float, gradient: float, found: bool) -> None:
-    weights = {"rms": 0.1, "min": -largest, "max": largest}
-    run = history(
-        parameter={"a.weight": weights, "b.weight": weights},
-        update={name: {"rms": 1e-5, "zero_count": update} for name in ("a.weight", "b.weight")},
-        gradient_before_clip={name: {"rms": 0.1, "zero_count": gradient} for name in ("a.weight", "b.weight")},
+def test_updates_that_half_precision_rounds_to_nothing(dtype: str, update: float, gradient: float, found: bool) -> None:
+    run = _of_halves(
+        dtype,
+        parameter={"rms": 0.1},
+        update={"rms": 1e-5, "zero_count": update},
+        gradient_before_clip={"rms": 0.1, "zero_count": gradient},
     )
     assert _rules(check_precision(run)) == [("warning", "low-precision-underflow")] * found
 

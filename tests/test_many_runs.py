@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import math
@@ -22,9 +21,9 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from tests.live_training import LAYER, train
-from tests.stored_runs import rewritten, timed
+from tests.stored_runs import changed, rewritten, timed
 from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
-from torch_gradmon.analysis.many_runs import next_action, run_card, status_dict
+from torch_gradmon.analysis.many_runs import RunCard, next_action, status_dict
 from torch_gradmon.analysis.run import diagnose, load_run
 from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key
@@ -83,7 +82,7 @@ def test_a_table_has_the_columns_that_fit_whole_and_names_the_others(width: int,
 
     from torch_gradmon.cli.terminal.tables import show_runs
 
-    card = run_card(root / "lr-0.01")
+    card = RunCard(root / "lr-0.01")
     settings = [
         {
             "model": "DistributedDataParallel",
@@ -96,10 +95,7 @@ def test_a_table_has_the_columns_that_fit_whole_and_names_the_others(width: int,
     ]
     settings[1].update(model="Sequential", optimizer="AdamW")
     finding = [("warning", "not-in-optimizer", "blocks.0.attention.weight")]
-    cards = [
-        dataclasses.replace(card, name=f"a-run-with-a-long-name-{n}", settings=one, findings=finding)
-        for n, one in enumerate(settings)
-    ]
+    cards = [changed(card, name=f"a-run-with-a-long-name-{n}", settings=one, findings=finding) for n, one in enumerate(settings)]
     console = Console(width=width, file=io.StringIO())
     show_runs(console, cards)
     head, *lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -125,7 +121,7 @@ def test_a_run_that_diverged_is_last(root: Path, tmp_path: Path, capsys: pytest.
     lose(tmp_path / "lr-0.01")
     runs = json.loads(output(capsys, "compare", str(tmp_path), "--json"))["runs"]
     assert [(run["name"], run["loss"] == "NaN") for run in runs] == [("lr-0.001", False), ("lr-0.01", True)]
-    assert math.isnan(run_card(tmp_path / "lr-0.01").loss or 0.0)
+    assert math.isnan(RunCard(tmp_path / "lr-0.01").loss or 0.0)
 
 
 def lose(path: Path) -> None:
@@ -164,7 +160,7 @@ def test_the_status_of_a_run_that_diverged_has_its_last_loss(
 
 def test_the_next_action_names_information_too(root: Path) -> None:
     cause = "The gradient of the loss is not that of a mean."
-    card = run_card(root / "lr-0.01")
+    card = RunCard(root / "lr-0.01")
     told = Diagnosis.of([Finding("loss-scale", "info", "", (0, 9), {}, cause, "Use reduction='mean'.")], (0, 9), {})
     assert told.healthy
     assert next_action(card, told) == "Of interest, loss-scale: Use reduction='mean'."
@@ -208,7 +204,7 @@ def test_a_directory_of_runs_is_told_from_a_run(command: str, root: Path, capsys
 
 
 def _card(root: Path, **changes: Any) -> Any:
-    return dataclasses.replace(run_card(root / "lr-0.001"), **changes)
+    return changed(RunCard(root / "lr-0.001"), **changes)
 
 
 def _table(cards: list[Any], width: int) -> str:
@@ -260,7 +256,7 @@ def test_a_run_has_the_name_of_the_model_inside_of_wrappers(
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     monitor.detach()
-    assert run_card(tmp_path / "run").settings["model"] == "Net"
+    assert RunCard(tmp_path / "run").settings["model"] == "Net"
     assert "OptimizedModule" not in output(capsys, "compare", str(tmp_path), "--json")
 
 

@@ -128,7 +128,7 @@ def test_a_heat_map_is_loud_where_something_is_not_finite_and_marks_spikes(train
 
 def test_the_bound_of_a_clip_is_found_by_what_clipped_steps_have_in_common(trained: Any) -> None:
     norm = next(subplot for subplot in charts.norm(_panel_sets(trained)[0]).subplots if subplot.title == "gradient norm")
-    assert norm.guides == {"bound": pytest.approx(0.5, rel=1e-4)}
+    assert norm.guides == {"bound 0.5": pytest.approx(0.5, rel=1e-4)}
     loose = Series((0, 1, 2), (3.0, 4.0, 5.0))
     assert clip_bound(loose, Series((0, 1, 2), (1.0, 2.0, 3.0))) is None
     assert clip_bound(loose, loose) is None

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.analysis.many_runs import next_action, run_card, status_dict
+from torch_gradmon.analysis.many_runs import RunCard, next_action, status_dict
 from torch_gradmon.cli.main import main
 from torch_gradmon.runs.liveness import run_status
 from torch_gradmon.runs.writer import RunWriter
@@ -105,7 +105,7 @@ def test_a_run_ends_with_the_exception_that_passes(tmp_path: Path, error: BaseEx
 
     with pytest.raises(type(error)):
         train()
-    card = run_card(tmp_path)
+    card = RunCard(tmp_path)
     assert card.raised == f"{type(error).__name__}: {error}".removesuffix(": ")
     assert card.status.endswith(f"the run has ended, with {card.raised}")
 
@@ -116,7 +116,7 @@ def test_a_run_in_a_handler_does_not_end_with_its_exception(tmp_path: Path) -> N
     except ValueError:
         _model, _optimizer, monitor = _trial(tmp_path)
         monitor.detach()
-    assert run_card(tmp_path).raised == ""
+    assert RunCard(tmp_path).raised == ""
 
 
 def test_the_end_of_an_iterator_is_no_exception_of_a_run(tmp_path: Path) -> None:
@@ -125,20 +125,20 @@ def test_the_end_of_an_iterator_is_no_exception_of_a_run(tmp_path: Path) -> None
         next(iter(()))
     except StopIteration:
         monitor.detach()
-    assert run_card(tmp_path).raised == ""
+    assert RunCard(tmp_path).raised == ""
 
 
 def test_a_continued_run_forgets_the_exception_of_its_part(tmp_path: Path) -> None:
     _model, _optimizer, monitor = _trial(tmp_path)
     with contextlib.suppress(ValueError), monitor:
         raise ValueError
-    assert run_card(tmp_path).raised == "ValueError"
+    assert RunCard(tmp_path).raised == "ValueError"
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with gradmon.watch(model, optimizer, run_dir=tmp_path, start_step=3):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
-    assert run_card(tmp_path).raised == ""
+    assert RunCard(tmp_path).raised == ""
 
 
 def test_a_script_that_raises_ends_the_run_trained_last(tmp_path: Path) -> None:
@@ -154,14 +154,14 @@ def test_a_script_that_raises_ends_the_run_trained_last(tmp_path: Path) -> None:
     paths = [tmp_path / "first", tmp_path / "second"]
     done = subprocess.run([sys.executable, "-c", script, *map(str, paths)], capture_output=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert [run_card(path).raised for path in paths] == ["", "ValueError: a bad trial"]
+    assert [RunCard(path).raised for path in paths] == ["", "ValueError: a bad trial"]
 
 
 def test_what_to_do_after_an_exception_is_to_look_at_it(tmp_path: Path) -> None:
     _model, _optimizer, monitor = _trial(tmp_path)
     with contextlib.suppress(ValueError), monitor:
         raise ValueError("a bad trial")
-    found = status_dict(run_card(tmp_path), gradmon.load_run(tmp_path).diagnose())
+    found = status_dict(RunCard(tmp_path), gradmon.load_run(tmp_path).diagnose())
     assert found["raised"] == "ValueError: a bad trial"
     assert "traceback of ValueError" in found["next"]["action"]
 
@@ -181,11 +181,11 @@ def test_steps_that_could_not_be_written_are_told(tmp_path: Path, monkeypatch: p
         status = run_status(tmp_path)
         assert "later steps could not be written (No space left on device)" in str(status)
         assert not status.has_ended
-        found = status_dict(run_card(tmp_path), gradmon.load_run(tmp_path).diagnose())
+        found = status_dict(RunCard(tmp_path), gradmon.load_run(tmp_path).diagnose())
         assert (found["unwritten"], found["healthy"]) == (1, False)
         assert "Make room" in found["next"]["action"]
         monitor.detach()
-    card = run_card(tmp_path)
+    card = RunCard(tmp_path)
     assert card.unwritten >= 5
     assert f"{card.unwritten} steps could not be written" in card.status
 
@@ -209,7 +209,7 @@ def test_a_run_that_goes_on_after_a_full_disk_has_lost_nothing_lately(tmp_path: 
             optimizer.step()
     assert "could not be written" not in str(run_status(tmp_path))
     monitor.detach()
-    assert run_card(tmp_path).unwritten == 2
+    assert RunCard(tmp_path).unwritten == 2
 
 
 def test_a_killed_run_on_a_full_disk_may_have_lost_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_a_run_that_an_exception_ended_is_not_healthy(tmp_path: Path) -> None:
     _model, _optimizer, monitor = _trial(tmp_path)
     with contextlib.suppress(ValueError), monitor:
         raise ValueError("a bad trial")
-    assert not status_dict(run_card(tmp_path), gradmon.load_run(tmp_path).diagnose())["healthy"]
+    assert not status_dict(RunCard(tmp_path), gradmon.load_run(tmp_path).diagnose())["healthy"]
     assert main(["status", str(tmp_path)]) == 1
 
 
@@ -251,6 +251,6 @@ def test_a_run_killed_in_its_first_step_is_not_waited_for(tmp_path: Path) -> Non
     process = multiprocessing.get_context("fork").Process(target=first_step)
     process.start()
     process.join(60)
-    card = run_card(tmp_path / "run")
+    card = RunCard(tmp_path / "run")
     assert (card.state, card.status) == ("silent", "nothing was recorded so far, and its process is gone")
     assert "Look at the process" in next_action(card, gradmon.load_run(tmp_path / "run").diagnose())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, load_run
-from torch_gradmon.analysis.many_runs import run_card
+from torch_gradmon.analysis.many_runs import RunCard
 from torch_gradmon.analysis.run import diagnose
 from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key, parse_key
@@ -312,7 +312,7 @@ def test_a_directory_used_twice_has_the_keys_of_its_last_run(used_twice: Path) -
 def test_everything_that_reads_takes_a_directory_used_twice(used_twice: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = load_run(used_twice)
     assert diagnose(used_twice).steps == (0, 11)
-    assert "old" not in str(run_card(used_twice).to_dict())
+    assert "old" not in str(RunCard(used_twice).to_dict())
     for kind in ("heatmap", "norm", "update", "depth", "layers"):
         pytest.importorskip("plotly")
         run.plot(kind)
@@ -386,7 +386,7 @@ def test_what_is_no_run_is_refused(kind: str, tmp_path: Path) -> None:
 def test_a_run_of_which_nothing_can_be_seen_yet_is_empty(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "gradmon.000001.values").write_bytes(data)
     assert load_run(tmp_path).steps == []
-    assert run_card(tmp_path).state == "empty"
+    assert RunCard(tmp_path).state == "empty"
 
 
 def test_a_run_of_an_older_version_is_called_so(tmp_path: Path) -> None:

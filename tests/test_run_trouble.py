@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor
-from torch_gradmon.analysis.many_runs import run_card
+from torch_gradmon.analysis.many_runs import RunCard
 from torch_gradmon.analysis.run import diagnose, read_run
 from torch_gradmon.core import torch_modes
 from torch_gradmon.core.keys import Key
@@ -310,7 +310,7 @@ def test_a_run_whose_process_is_gone_does_not_look_alive(tmp_path: Path) -> None
     assert (dead.looks_alive, dead.is_gone, dead.has_ended) == (False, True, False)
     assert str(dead).endswith("its process is gone, so it was killed or crashed")
     assert dead.age < 60
-    assert run_card(tmp_path).state == "silent"
+    assert RunCard(tmp_path).state == "silent"
 
 
 def _refused(number: int, signal: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.analysis.many_runs import run_card
+from torch_gradmon.analysis.many_runs import RunCard
 from torch_gradmon.analysis.plots.charts import PanelSet
 from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core.keys import TENSOR_SOURCES, Key
@@ -372,7 +372,7 @@ def test_a_clock_that_is_set_back_moves_no_step(tmp_path: Path) -> None:
         assert run.segments == [(0, 39)]
         times = [run.context(step)["time"] for step in run.steps]
         assert min(times) < times[0]
-    run_card(tmp_path)
+    RunCard(tmp_path)
 
 
 def _large(step: int, names: tuple[str, ...]) -> StepRecord:
@@ -432,7 +432,7 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
         for name in (VALUES, ROWS):
             os.utime(tmp_path / name, (1e9, 1e9))
         count.clear()
-        run_card(tmp_path)
+        RunCard(tmp_path)
         assert ROWS not in count
         assert count[VALUES] < (tmp_path / VALUES).stat().st_size * 0.8
         count.clear()
@@ -457,7 +457,7 @@ def test_a_row_of_a_finished_run_and_its_loss_read_2_percent(tmp_path: Path) -> 
     for name in (VALUES, ROWS):
         os.utime(tmp_path / name, (1e9, 1e9))
     with bytes_read() as count:
-        run_card(tmp_path)
+        RunCard(tmp_path)
         with closing(read_run(tmp_path)) as run:
             assert run.stored(loss) == {step: math.sin(step) for step in range(3000)}
     assert count.total() < 0.02 * sum((tmp_path / name).stat().st_size for name in (VALUES, ROWS))

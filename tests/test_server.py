@@ -27,7 +27,7 @@ import pytest
 
 from tests.live_training import LAYER, train
 from tests.stored_runs import NO_RECORD, VALUES, rewritten
-from torch_gradmon.analysis.many_runs import differing, run_card
+from torch_gradmon.analysis.many_runs import RunCard, differing
 from torch_gradmon.analysis.run import diagnose, find_runs, load_run
 from torch_gradmon.runs.log import LogReader
 
@@ -89,7 +89,7 @@ def server(root: Path) -> Iterator[Server]:
 
 
 def test_a_card_has_what_the_run_has(root: Path) -> None:
-    card = run_card(root / "first")
+    card = RunCard(root / "first")
     with closing(load_run(root / "first")) as run:
         losses = list(run.series("loss").values())
         assert (card.steps, card.step, card.first_loss) == (60, 59, losses[0])
@@ -100,14 +100,14 @@ def test_a_card_has_what_the_run_has(root: Path) -> None:
     assert LAYER in card.worst_spike
     assert card.spike_where == LAYER
     assert card.losses[0] == (0, pytest.approx(losses[0], rel=1e-3))
-    assert len(run_card(root / "first", points=10).losses) == 11
+    assert len(RunCard(root / "first", points=10).losses) == 11
     assert not card.is_diagnosed
-    assert [rule for _, rule, _ in run_card(root / "first", diagnosis=diagnose(root / "first")).findings] == ["spike"]
+    assert [rule for _, rule, _ in RunCard(root / "first", diagnosis=diagnose(root / "first")).findings] == ["spike"]
     assert json.dumps(card.to_dict(), allow_nan=False)
 
 
 def test_settings_are_those_of_the_optimizer_and_only_some_differ(root: Path) -> None:
-    cards = [run_card(path) for path in find_runs(root).values()]
+    cards = [RunCard(path) for path in find_runs(root).values()]
     assert differing(cards) == ["lr"]
     assert [card.settings["lr"] for card in cards] == ["0.002", "0.01"]
     assert cards[0].settings["optimizer"] == "AdamW"
@@ -294,9 +294,9 @@ def test_one_run_that_takes_long_does_not_hold_up_the_others(
         while name == "a":
             with closing(LogReader(path / VALUES)) as file:
                 list(file.follow())
-        return run_card(path, name, *args)
+        return RunCard(path, name, *args)
 
-    monkeypatch.setattr(watched_run, "run_card", endless)
+    monkeypatch.setattr(watched_run, "RunCard", endless)
     with serving(tmp_path) as server:
         assert [run["name"] for run in json.loads(get(server, "/runs.json")[1])] == ["b"]
     assert "the run a cannot be read and is left out" in caplog.text
@@ -438,11 +438,11 @@ def test_a_row_is_read_by_one_thread_at_a_time(root: Path, monkeypatch: pytest.M
         if name == "read by five":  # the thread of the server that the other tests share reads rows too
             reads.append(1)
             release.wait(120)
-        return run_card(path, name, *args)
+        return RunCard(path, name, *args)
 
     run = WatchedRun("read by five", root / "first")
     first = run.card()
-    monkeypatch.setattr(watched_run, "run_card", slow)
+    monkeypatch.setattr(watched_run, "RunCard", slow)
     monkeypatch.setattr(watched_run, "version", lambda path: "another")
     until(lambda: time.monotonic() > run._due)
     threads = [threading.Thread(target=run.card) for _ in range(5)]

@@ -594,14 +594,14 @@ def test_five_sweeps_of_five_say_what_theory_says(name: str) -> None:
 
 def test_the_panels_hold_every_point() -> None:
     sweep = quick(seeds=3)
-    update, below, output = sweep.panels()
-    assert [line.label.split()[0] for line in update.lines] == ["0", "2", "4"]
-    assert [line.label.split()[0] for line in below.lines] == ["2", "4"]  # nothing comes from below the first layer
-    assert [line.label for line in output.lines] == ["0", "2", "4"]
+    update, below, output = sweep.panels().values()
+    assert [line.label.split()[0] for line in update] == ["0", "2", "4"]
+    assert [line.label.split()[0] for line in below] == ["2", "4"]  # nothing comes from below the first layer
+    assert [line.label for line in output] == ["0", "2", "4"]
     points = [[run.steps[-1]["2"].update for run in sweep.runs if run.width == w] for w in (8, 16, 32)]
-    assert [update.lines[1].points[w] for w in (8, 16, 32)] == points
-    assert update.lines[1].colour == below.lines[0].colour == output.lines[1].colour
-    assert update.lines[1].label == f"2 {sweep.verdicts[2].slope.exponent:+.2f}"  # type: ignore[union-attr]
+    assert [update[1].points[w] for w in (8, 16, 32)] == points
+    assert update[1].colour == below[0].colour == output[1].colour
+    assert update[1].label == f"2 {sweep.verdicts[2].slope.exponent:+.2f}"  # type: ignore[union-attr]
 
 
 @pytest.mark.extra
@@ -612,7 +612,7 @@ def test_a_picture_and_a_figure_are_made(tmp_path: Path) -> None:
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
     pytest.importorskip("plotly")
     figure = sweep.figure()
-    assert len(figure.data) == sum(len(panel.lines) for panel in sweep.panels()) == 8
+    assert len(figure.data) == sum(map(len, sweep.panels().values())) == 8
     assert list(figure.data[1].x) == [8, 16, 32]
     values = [run.steps[-1]["2"].update for run in sweep.runs if run.width == 8]
     assert figure.data[1].y[0] == pytest.approx(math.sqrt(values[0] * values[1]))  # type: ignore[operator]

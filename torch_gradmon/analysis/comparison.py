@@ -118,36 +118,27 @@ _WITH_MEMORY = frozenset({"spike_score", "clip_fraction", "steps_not_applied", "
 Patterns = str | re.Pattern[str] | Sequence[str | re.Pattern[str]]
 
 
-@dataclass(frozen=True)
 class Rules:
-    rtol: float = 1e-5
-    atol: float = 0.0
-    tolerances: tuple[tuple[re.Pattern[str], float], ...] = ()  # relative; the first pattern found in a key decides
-    keys: tuple[re.Pattern[str], ...] = ()  # without any, all keys except those of clocks are compared
-    ignore: tuple[re.Pattern[str], ...] = ()
-    rename: tuple[tuple[re.Pattern[str], str], ...] = ()  # of patterns in the names of the first run's tensors
-    with_memory: bool = True  # also values that follow from earlier steps, which differ if the runs have other earlier steps
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         rtol: float = 0.0,
         atol: float = 0.0,
         tolerances: Mapping[str, float] | None = None,
         keys: Patterns | None = None,
         ignore: Patterns | None = None,
         rename: Mapping[str, str] | None = None,
-    ) -> Rules:
+    ) -> None:
         own = _mapping("tolerances", tolerances, "{'update/': 1e-3}")
         new = _mapping("rename", rename, "{'^encoder': 'enc'}")
-        return cls(
-            _tolerance("rtol", rtol),
-            _tolerance("atol", atol),
-            tuple((compile_pattern(p, "tolerances"), _tolerance(f"tolerances[{p!r}]", v)) for p, v in own.items()),
-            _patterns("keys", keys),
-            _patterns("ignore", ignore),
-            tuple((compile_pattern(p, "rename"), _replacement(p, place)) for p, place in new.items()),
-        )
+        self.rtol, self.atol = _tolerance("rtol", rtol), _tolerance("atol", atol)
+        # relative; the first pattern found in a key decides
+        self.tolerances = [(compile_pattern(p, "tolerances"), _tolerance(f"tolerances[{p!r}]", v)) for p, v in own.items()]
+        self.keys = _patterns("keys", keys)  # without any, all keys except those of clocks are compared
+        self.ignore = _patterns("ignore", ignore)
+        # of patterns in the names of the first run's tensors
+        self.rename = [(compile_pattern(p, "rename"), _replacement(p, place)) for p, place in new.items()]
+        # also values that follow from earlier steps, which differ if the runs have other earlier steps
+        self.with_memory = True
 
     def renamed(self, key: Key) -> Key:
         if key.source not in n.TENSOR_SOURCES and key.source not in n.NAME_SOURCES:
@@ -185,8 +176,8 @@ class Rules:
 
 
 def renamer(rename: Mapping[str, str] | None) -> Callable[[str], str]:
-    """The function from the name of a tensor or module in the first run to that in the second; raises as :meth:`Rules.of`."""
-    rules = Rules.of(rename=rename)
+    """The function from the name of a tensor or module in the first run to that in the second; raises as :class:`Rules`."""
+    rules = Rules(rename=rename)
     return lambda name: rules.renamed(Key(n.PARAMETER, name, "")).name
 
 
@@ -206,13 +197,11 @@ def _found(patterns: Iterable[re.Pattern[str]], texts: Iterable[str]) -> bool:
     return any(pattern.search(text) for pattern in patterns for text in texts)
 
 
-def _patterns(argument: str, given: Patterns | None) -> tuple[re.Pattern[str], ...]:
-    if given is None:
-        return ()
-    each = [given] if isinstance(given, (str, re.Pattern)) else given
+def _patterns(argument: str, given: Patterns | None) -> list[re.Pattern[str]]:
+    each = [given] if isinstance(given, (str, re.Pattern)) else () if given is None else given
     if not isinstance(each, Sequence):
         raise TypeError(f"{argument} must be a pattern or a list of them, got {display(given)}")
-    return tuple(compile_pattern(pattern, argument) for pattern in each)
+    return [compile_pattern(pattern, argument) for pattern in each]
 
 
 def _tolerance(argument: str, value: float) -> float:
@@ -269,10 +258,12 @@ class _Scales(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SheetComparison:
-    """Two sheets compared; all tensors are ``[steps, pairs of columns]``."""
+class Compared:
+    """Some steps of two runs compared; all tensors are ``[steps, pairs of columns]``."""
 
-    pairing: Pairing
+    keys: _Keys
+    others: _Keys  # of the second run
+    rtol: Tensor
     left: Tensor
     right: Tensor
     has_left: Tensor
@@ -283,18 +274,17 @@ class SheetComparison:
 
     def share(self, column: int) -> float | None:
         """A value of the first step over the largest one of its source and metric; None if it is no value of a tensor."""
-        own = self.pairing.keys[column]
+        own = self.keys[column]
         if not is_of_layer(own):
             return None
-        alike = [place for place, key in enumerate(self.pairing.keys) if key.metric == own.metric]
+        alike = [place for place, key in enumerate(self.keys) if (key.source, key.metric) == (own.source, own.metric)]
         sizes = torch.maximum(self.left[0].abs(), self.right[0].abs()).nan_to_num(0.0)
         return float(sizes[column] / sizes[alike].max())
 
     def divergence(self, column: int, step: int, metrics: int = 1) -> Divergence:
-        key = self.pairing.keys[column]
+        key, other = self.keys[column], format_key(self.others[column])
         a, b, relative = (float(of[0, column]) for of in (self.left, self.right, self.relative))
-        other, rtol = format_key(self.pairing.others[column]), float(self.pairing.rtol[column])
-        return Divergence(step, format_key(key), other, stage_of(key), a, b, relative, rtol, metrics)
+        return Divergence(step, format_key(key), other, stage_of(key), a, b, relative, float(self.rtol[column]), metrics)
 
 
 class Pairing:
@@ -323,7 +313,7 @@ class Pairing:
         columns = list(zip(*rows, strict=True)) if rows else [()] * 5
         return _Scales(*(_real(column).long() for column in columns[:3]), *map(_real, columns[3:]))
 
-    def compare(self, *sheets: ValueMatrix) -> SheetComparison:
+    def compare(self, *sheets: ValueMatrix) -> Compared:
         """Compare two sheets of the same steps. NaN equals NaN, and an infinite value equals itself."""
         left, right = (sheet.with_absent(keys) for sheet, keys in zip(sheets, self._absent, strict=True))
         left_part, right_part = left.columns(self._columns[0]), right.columns(self._columns[1])
@@ -343,7 +333,7 @@ class Pairing:
             differs = both & ~equal
             diverges = differs & (diverges | ~is_number)
             relative = torch.where(differs, torch.where(is_number, relative, torch.inf), 0.0)
-        return SheetComparison(self, a, b, has_a, has_b, relative, differs, diverges)
+        return Compared(self.keys, self.others, self.rtol, a, b, has_a, has_b, relative, differs, diverges)
 
     def _stray(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
         """The difference that rounding allows in metrics of single elements; 0 if equal bits are required."""
@@ -574,34 +564,29 @@ def _is_compared(key: Key, other: Key, rules: Rules) -> bool:
 _CELLS, _FIRST = 1 << 19, 8
 #: Whole-model values whose growth is shown, in addition to the loss.
 _OF_GROWTH = ("param_norm", "grad_norm", "update_norm")
-#: The sheet of values that are not of tensors.
-_OTHERS = ""
-
-
-@dataclass
-class ScanResult:
-    steps: list[int] = field(default_factory=list)  # the compared ones
-    first: int | None = None  # that diverges
-    onset: int | None = None  # the first with a difference of any size
-    largest: tuple[float, int] = (0.0, -1)  # the largest relative difference within the tolerance, and its step
-    gaps: tuple[Gaps, Gaps] = field(default_factory=lambda: ({}, {}))  # what only one run has
 
 
 class Comparison:
     """Compares two runs; raises ValueError where a pattern matches nothing, two names become one, or nothing in common is compared."""
 
     def __init__(self, left: RunReader, right: RunReader, rules: Rules) -> None:
-        self._runs, self.rules = (left, right), rules
+        self._runs, self._rules = (left, right), rules
         tensors = {source: left.tensors_as_measured(source) for source in left.sources}
         self._order = Order(tensors)
         self._width = sum(map(len, tensors.values())) * (len(VIEWS) + 1) + len(left.scalars)
         # what each run has, by its key in the second
         self._items: tuple[dict[Key, Key], dict[Key, Key]] = {}, {key: key for key in compared_items(right)}
-        self._pairings: dict[str, Pairing] = {}
+        self._pairing: Pairing | None = None
         self._check()
+        # what is found step by step
+        self.steps: list[int] = []  # the compared ones
+        self.first: int | None = None  # that diverges
+        self.onset: int | None = None  # the first with a difference of any size
+        self._largest, self._of_largest = 0.0, -1  # the largest relative difference within the tolerance, and its step
+        self._gaps: tuple[Gaps, Gaps] = {}, {}  # what only one run has
 
     def _check(self) -> None:
-        own, rules, (left, right) = list(compared_items(self._runs[0])), self.rules, self._runs
+        own, rules, (left, right) = list(compared_items(self._runs[0])), self._rules, self._runs
         names = dict.fromkeys(key.name for key in own if key.source and key.name)
         rules.check_use((*left.keys(), *right.keys(), *map(format_key, FACTS)), names)
         for key in own:
@@ -617,151 +602,145 @@ class Comparison:
         if not any(_is_compared(key, other, rules) for key, other in (*common, *zip(FACTS, FACTS, strict=True))):
             raise ValueError("keys= and ignore= leave out all that the runs have in common")
 
-    def unmatched(self, steps: tuple[Sequence[int], Sequence[int]], gaps: tuple[Gaps, Gaps]) -> tuple[Unmatched, Unmatched]:
+    def scan(self, steps: Sequence[int], advance: Callable[[int], None]) -> None:
+        """Compare common ``steps`` up to the first that diverges; calls ``advance`` with the number of steps done."""
+        most, size, done = max(_CELLS // max(self._width, 1), 1), _FIRST, 0
+        while done < len(steps) and self.first is None:
+            some = steps[done : done + min(size, most)]
+            self._record(some, self._compared(some))
+            advance(len(some))
+            done, size = done + len(some), 4 * size
+
+    def _compared(self, steps: Sequence[int], thorough: bool = False) -> Compared:
+        """All values of ``steps``; unless ``thorough``, without the sources whose stored statistics are byte for byte equal."""
+        left, right = (run.window(steps) for run in self._runs)
+        is_exact = thorough or bool(self._rules.rename)
+        sources = [each for each in dict.fromkeys((*left.sources, *right.sources)) if is_exact or not left.is_like(right, each)]
+        return self._pair(*(_beside([*map(each.sheet, sources), each.others, facts_of(each)]) for each in (left, right)))
+
+    def _pair(self, left: ValueMatrix, right: ValueMatrix) -> Compared:
+        if self._pairing is None or self._pairing.sheets != (left.keys, right.keys):
+            self._pairing = Pairing((left.keys, right.keys), self._absent(left.keys, right.keys), self._rules)
+        return self._pairing.compare(left, right)
+
+    def _absent(self, left: _Keys, right: _Keys) -> tuple[_Keys, _Keys]:
+        """The keys that one run lacks in these steps but has in others."""
+        renamed, there = {self._rules.renamed(key) for key in left}, set(right)
+        items = ((key, item_of(key)) for key in right if key not in renamed)
+        more = tuple(key._replace(name=self._items[0][item].name) for key, item in items if item and item in self._items[0])
+        return more, tuple(key for key in renamed if key not in there and item_of(key) in self._items[1])
+
+    def _record(self, steps: Sequence[int], found: Compared) -> None:
+        divergence, onset = map(_first_row, (found.diverges, found.differs))
+        rows = len(steps) if divergence is None else divergence + 1
+        self.steps += steps[:rows]
+        self.first = None if divergence is None else steps[divergence]
+        if self.onset is None and onset is not None:
+            self.onset = steps[onset]
+        within = torch.where(found.diverges, 0.0, found.relative)[:divergence]
+        if within.numel() and float(within.max()) > self._largest:
+            self._largest, self._of_largest = float(within.max()), steps[int(within.amax(1).argmax())]
+        there = found.has_left[:rows], found.has_right[:rows]
+        for gaps, alone in zip(self._gaps, (there[0] & ~there[1], there[1] & ~there[0]), strict=True):
+            for column in torch.nonzero(alone.any(0)).flatten().tolist():
+                if (item := item_of(found.keys[column])) is not None:
+                    count, first = gaps.get(item, (0, steps[int(alone[:, column].int().argmax())]))
+                    gaps[item] = (count + int(alone[:, column].sum()), first)
+
+    def unmatched(self, steps: tuple[Sequence[int], Sequence[int]]) -> tuple[Unmatched, Unmatched]:
+        """What only one run has in its ``steps``."""
+
         def of_one(at: int) -> Unmatched:
             others, present = self._items[1 - at], self._runs[at].present(steps[at])
             lacking = ((key, other) for other, key in self._items[at].items() if other not in others and key in present)
             return Unmatched(
                 tuple(sorted(set(steps[at]).difference(steps[1 - at]))),
-                tuple(format_key(key) for key, other in lacking if _is_compared(key, other, self.rules)),
-                {format_key(key): value for key, value in gaps[at].items()},
+                tuple(format_key(key) for key, other in lacking if _is_compared(key, other, self._rules)),
+                {format_key(key): value for key, value in self._gaps[at].items()},
             )
 
         return of_one(0), of_one(1)
 
-    def scan(self, steps: Sequence[int], advance: Callable[[int], None]) -> ScanResult:
-        """Compare common ``steps`` up to the first that diverges; calls ``advance`` with the number of steps done."""
-        found = ScanResult()
-        for some in self._windows(steps):
-            self._record(found, some, self._compared(some, thorough=False))
-            advance(len(some))
-            if found.first is not None:
-                break
-        return found
+    def divergences(self) -> tuple[list[Divergence], str]:
+        """The divergent values of the first step with any, one for each tensor, in the order of computation; and a remark on the first."""
+        if self.first is None:
+            return [], ""
+        found, by_item = self._compared([self.first], thorough=True), dict[Key, list[int]]()
+        for column in self._in_order(found, found.diverges):
+            by_item.setdefault(item_key(found.keys[column]), []).append(column)
+        each = [found.divergence(columns[0], self.first, len(columns)) for columns in by_item.values()]
+        share = found.share(next(iter(by_item.values()))[0])
+        return each, interpret_noise(each[0].stage, each[0].key, share)
 
-    def _windows(self, steps: Sequence[int]) -> Iterator[Sequence[int]]:
-        most, size, done = max(_CELLS // max(self._width, 1), 1), _FIRST, 0
-        while done < len(steps):
-            yield steps[done : done + min(size, most)]
-            done, size = done + min(size, most), 4 * size
+    def first_difference(self, settings: Sequence[str]) -> tuple[Divergence | None, str]:
+        """The value that differs first in the first step with a difference, and what that points to; None without any."""
+        if self.onset is None:
+            return None, ""
+        found, row = self._compared([self.onset], thorough=True), bisect_left(self.steps, self.onset)
+        onset = found.divergence(self._in_order(found, found.differs)[0], self.onset)
+        meaning = interpret(onset, self.steps[row - 1] if row else None, self.stages(self.onset), settings)
+        missing, comes_first = self._missing(onset)
+        because = "The differences follow from that, or have the same cause."
+        return onset, f"{missing} {because}" if comes_first else f"{meaning} {missing}".strip()
 
-    def _compared(self, steps: Sequence[int], thorough: bool) -> list[SheetComparison]:
-        """All sheets of ``steps``; unless ``thorough``, without those whose stored statistics are byte for byte equal."""
-        left, right = (run.window(steps) for run in self._runs)
-        sources = list(dict.fromkeys((*left.sources, *right.sources)))
-        if not thorough and not self.rules.rename:
-            sources = [source for source in sources if not left.is_like(right, source)]
-        pairs = [(source, left.sheet(source), right.sheet(source)) for source in sources]
-        pairs += [(_OTHERS, left.others, right.others), (CONTEXT, facts_of(left), facts_of(right))]
-        return [self._compare(source, a, b) for source, a, b in pairs]
+    def _in_order(self, found: Compared, chosen: Tensor) -> list[int]:
+        """The chosen columns of a single step in the order of computation."""
+        return sorted(torch.nonzero(chosen[0]).flatten().tolist(), key=lambda column: self._order.rank(found.keys[column]))
 
-    def _compare(self, source: str, left: ValueMatrix, right: ValueMatrix) -> SheetComparison:
-        pairing = self._pairings.get(source)
-        if pairing is None or pairing.sheets != (left.keys, right.keys):
-            absent = self._absent(left.keys, right.keys)
-            pairing = self._pairings[source] = Pairing((left.keys, right.keys), absent, self.rules)
-        return pairing.compare(left, right)
-
-    def _absent(self, left: _Keys, right: _Keys) -> tuple[_Keys, _Keys]:
-        """The keys that one run lacks in these steps but has in others."""
-        renamed, there = {self.rules.renamed(key) for key in left}, set(right)
-        items = ((key, item_of(key)) for key in right if key not in renamed)
-        more = tuple(key._replace(name=self._items[0][item].name) for key, item in items if item and item in self._items[0])
-        return more, tuple(key for key in renamed if key not in there and item_of(key) in self._items[1])
-
-    def _record(self, found: ScanResult, steps: Sequence[int], sheets: Sequence[SheetComparison]) -> None:
-        divergence = _first_row([sheet.diverges for sheet in sheets])
-        rows = len(steps) if divergence is None else divergence + 1
-        found.steps += steps[:rows]
-        found.first = None if divergence is None else steps[divergence]
-        if found.onset is None:
-            onset = _first_row([sheet.differs for sheet in sheets])
-            found.onset = None if onset is None else steps[onset]
-        for sheet in sheets:
-            within = torch.where(sheet.diverges, 0.0, sheet.relative)[:divergence]
-            if within.numel() and float(within.max()) > found.largest[0]:
-                found.largest = (float(within.max()), steps[int(within.amax(1).argmax())])
-            _record_gaps(found, steps[:rows], sheet)
-
-    def divergences(self, step: int) -> tuple[list[Divergence], str]:
-        """The divergent values of a step, one for each tensor, in the order of computation; and a remark on the first."""
-        by_item: dict[Key, list[tuple[SheetComparison, int]]] = {}
-        for sheet, column in self._cells(step, lambda sheet: sheet.diverges):
-            by_item.setdefault(item_key(sheet.pairing.keys[column]), []).append((sheet, column))
-        found = [sheet.divergence(column, step, len(cells)) for cells in by_item.values() for sheet, column in cells[:1]]
-        sheet, column = next(iter(by_item.values()))[0]
-        return found, interpret_noise(found[0].stage, found[0].key, sheet.share(column))
-
-    def onset(self, step: int, steps: Sequence[int], settings: Sequence[str]) -> tuple[Divergence, str]:
-        """The value that differs first in the first step with a difference, and what that points to."""
-        sheet, column = self._cells(step, lambda sheet: sheet.differs)[0]
-        found, row = sheet.divergence(column, step), bisect_left(steps, step)
-        before = steps[row - 1] if row else None
-        return found, interpret(found, before, self.stages(step), settings)
-
-    def _cells(self, step: int, chosen: Callable[[SheetComparison], Tensor]) -> list[tuple[SheetComparison, int]]:
-        """The chosen values of a step, as sheets and columns, in the order of computation."""
-        sheets = self._compared([step], thorough=True)
-        cells = [(sheet, column) for sheet in sheets for column in torch.nonzero(chosen(sheet)[0]).flatten().tolist()]
-        return sorted(cells, key=lambda cell: self._order.rank(cell[0].pairing.keys[cell[1]]))
-
-    def missing(self, onset: Divergence, gaps: tuple[Gaps, Gaps]) -> tuple[str, bool]:
+    def _missing(self, onset: Divergence) -> tuple[str, bool]:
         """A sentence on what a run first lacks in the step of ``onset``, and whether that is computed no later than its stage."""
         sentences, stages = [], []
-        for run, found in zip(("second", "first"), gaps, strict=True):  # what only the first has is missing from the second
+        for run, found in zip(("second", "first"), self._gaps, strict=True):  # what only the first has is missing from the second
             keys = sorted((key for key, (_, first) in found.items() if first == onset.step), key=self._order.rank)
             if keys:
                 lacks = f"{format_key(keys[0])}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
                 sentences.append(f"In step {onset.step} the {run} run lacks {lacks}, which it has in other steps.")
                 stages.append(stage_of(keys[0]))
-        order = list(STAGES)
-        return " ".join(sentences), any(order.index(stage) <= order.index(onset.stage) for stage in stages)
+        return " ".join(sentences), any(_NUMBER[stage] <= _NUMBER[onset.stage] for stage in stages)
 
-    def largest(self, step: int) -> Divergence | None:
-        """The largest relative difference within the tolerance in a step."""
-        cells = self._cells(step, lambda sheet: sheet.differs & ~sheet.diverges)
-        best = max(cells, key=lambda cell: float(cell[0].relative[0, cell[1]]), default=None)
-        return None if best is None else best[0].divergence(best[1], step)
+    def largest(self) -> Divergence | None:
+        """The largest relative difference within the tolerance."""
+        if not self._largest:
+            return None
+        found = self._compared([self._of_largest], thorough=True)
+        columns = self._in_order(found, found.differs & ~found.diverges)
+        best = max(columns, key=lambda column: float(found.relative[0, column]), default=None)
+        return None if best is None else found.divergence(best, self._of_largest)
 
     def growth(self, steps: Sequence[int]) -> dict[str, dict[int, float]]:
         """The relative difference of the loss and of whole-model norms in these steps, by key; infinite if one is not finite."""
-        sheet = self._compare(_OTHERS, *(run.window(steps).others for run in self._runs))
-        keys = sheet.pairing.keys
-        wanted = [loss_among(keys), *(Key(n.SUMMARY, "", name) for name in _OF_GROWTH)]
-        found: dict[str, dict[int, float]] = {}
+        found = self._pair(*(run.window(steps).others for run in self._runs))
+        wanted = [loss_among(found.keys), *(Key(n.SUMMARY, "", name) for name in _OF_GROWTH)]
+        growth: dict[str, dict[int, float]] = {}
         for key in wanted:
-            if key is not None and key in keys:
-                column = keys.index(key)
-                there = (sheet.has_left & sheet.has_right)[:, column].tolist()
-                values = zip(steps, sheet.relative[:, column].tolist(), there, strict=True)
-                found[format_key(key)] = {step: value for step, value, is_there in values if is_there}
-        return {key: values for key, values in found.items() if values}
+            if key is not None and key in found.keys:
+                column = found.keys.index(key)
+                there = (found.has_left & found.has_right)[:, column].tolist()
+                values = zip(steps, found.relative[:, column].tolist(), there, strict=True)
+                growth[format_key(key)] = {step: value for step, value, is_there in values if is_there}
+        return {key: values for key, values in growth.items() if values}
 
     def stages(self, step: int) -> dict[str, StageCounts]:
+        found = self._compared([step], thorough=True)
+        both = (found.has_left & found.has_right)[0].tolist()
         cells: dict[str, dict[Key, tuple[bool, bool, float]]] = {}
-        for sheet in self._compared([step], thorough=True):
-            both = (sheet.has_left & sheet.has_right)[0].tolist()
-            rows = zip(sheet.pairing.keys, both, sheet.diverges[0].tolist(), sheet.relative[0].tolist(), strict=True)
-            for key, is_compared, diverges, relative in rows:
-                if is_compared:
-                    items = cells.setdefault(stage_of(key), {})
-                    _, earlier, largest = items.get(item_key(key), (False, False, 0.0))
-                    items[item_key(key)] = is_of_layer(key), earlier or diverges, max(largest, relative)
+        for key, is_compared, diverges, relative in zip(
+            found.keys, both, found.diverges[0].tolist(), found.relative[0].tolist(), strict=True
+        ):
+            if is_compared:
+                items = cells.setdefault(stage_of(key), {})
+                _, earlier, largest = items.get(item_key(key), (False, False, 0.0))
+                items[item_key(key)] = is_of_layer(key), earlier or diverges, max(largest, relative)
         return {stage: _counts(list(cells[stage].values())) for stage in STAGES if stage in cells}
 
 
-def _record_gaps(found: ScanResult, steps: Sequence[int], sheet: SheetComparison) -> None:
-    there = sheet.has_left[: len(steps)], sheet.has_right[: len(steps)]
-    for gaps, alone in zip(found.gaps, (there[0] & ~there[1], there[1] & ~there[0]), strict=True):
-        for column in torch.nonzero(alone.any(0)).flatten().tolist():
-            item = item_of(sheet.pairing.keys[column])
-            if item is not None:
-                count, first = gaps.get(item, (0, steps[int(alone[:, column].int().argmax())]))
-                gaps[item] = (count + int(alone[:, column].sum()), first)
+def _beside(sheets: Sequence[ValueMatrix]) -> ValueMatrix:
+    keys = tuple(key for sheet in sheets for key in sheet.keys)
+    return ValueMatrix(keys, torch.cat([sheet.values for sheet in sheets], 1), torch.cat([sheet.there for sheet in sheets], 1))
 
 
-def _first_row(flags: Sequence[Tensor]) -> int | None:
-    rows = torch.stack([flag.any(1) for flag in flags]).any(0)
+def _first_row(flags: Tensor) -> int | None:
+    rows = flags.any(1)
     return int(rows.int().argmax()) if bool(rows.any()) else None
 
 

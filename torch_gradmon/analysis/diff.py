@@ -8,7 +8,7 @@ import os
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..core import validation as check
@@ -278,13 +278,13 @@ def diff_runs(
         FileNotFoundError: there is no run.
         ValueError, TypeError: an argument is wrong, a pattern matches nothing, or the runs have nothing in common.
     """
-    rules = Rules.of(rtol, atol, tolerances, keys, ignore, rename)
+    rules = Rules(rtol, atol, tolerances, keys, ignore, rename)
     check.flag(strict=strict)
     with single_threaded(), contextlib.ExitStack() as opened:
         left, right = (
             run._reader if isinstance(run, Run) else opened.enter_context(contextlib.closing(read_run(run))) for run in (a, b)
         )
-        names = ("a" if isinstance(a, Run) else os.fspath(a), "b" if isinstance(b, Run) else os.fspath(b))
+        names = "a" if isinstance(a, Run) else os.fspath(a), "b" if isinstance(b, Run) else os.fspath(b)
         return _diff(left, right, names, rules, (first, last), strict, progress)
 
 
@@ -302,30 +302,24 @@ def _diff(
     common = sorted(set(steps[0]) & set(steps[1]))
     if not common:
         raise ValueError(f"the runs have no step in common: the first has {_span(steps[0])}, the second {_span(steps[1])}")
-    before = [between(run.steps, None, common[-1]) for run in (left, right)]
-    comparison.rules = rules = replace(rules, with_memory=before[0] == before[1])
-    settings = settings_that_differ(left.meta, right.meta)
-    of_optimizers = [name for name in settings if name in optimizer_settings(left.meta) | optimizer_settings(right.meta)]
+    rules.with_memory = between(left.steps, None, common[-1]) == between(right.steps, None, common[-1])
     with ProgressBar(len(common), "diff", "step", progress) as bar:
-        scan = comparison.scan(common, bar.advance)
-    began, last = scan.onset, scan.steps[-1]
-    onset, meaning = (None, "") if began is None else comparison.onset(began, scan.steps, of_optimizers)
-    if onset is not None:
-        missing, comes_first = comparison.missing(onset, scan.gaps)
-        because = "The differences follow from that, or have the same cause."
-        meaning = f"{missing} {because}" if comes_first else f"{meaning} {missing}".strip()
-    divergences, remark = ([], "") if scan.first is None else comparison.divergences(scan.first)
+        comparison.scan(common, bar.advance)
+    settings, began = settings_that_differ(left.meta, right.meta), comparison.onset
+    of_optimizers = optimizer_settings(left.meta) | optimizer_settings(right.meta)
+    onset, meaning = comparison.first_difference([name for name in settings if name in of_optimizers])
+    divergences, remark = comparison.divergences()
     return RunDiff(
         runs=names,
-        steps=tuple(scan.steps),
+        steps=tuple(comparison.steps),
         first=divergences[0] if divergences else None,
         divergences=tuple(divergences),
-        stages=comparison.stages(last),
+        stages=comparison.stages(comparison.steps[-1]),
         onset=onset,
         interpretation=" ".join(filter(None, (meaning, remark))),
-        largest=comparison.largest(scan.largest[1]) if scan.largest[0] else None,
-        growth={} if began is None else comparison.growth(_growth_steps(common, began, last)),
-        unmatched=comparison.unmatched(steps, scan.gaps),
+        largest=comparison.largest(),
+        growth={} if began is None else comparison.growth(_growth_steps(common, began, comparison.steps[-1])),
+        unmatched=comparison.unmatched(steps),
         not_compared=() if rules.keys else tuple(format_key(key) for key in left.scalars if rules.leaves_out(key)),
         settings=settings,
         tags={} if began is None else _tags(left, right, began),

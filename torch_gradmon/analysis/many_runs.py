@@ -6,9 +6,8 @@ import math
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from ..runs.reader import RunReader
 from ..spikes.signals import Episode, episodes, largest
 from .diagnosis.findings import Diagnosis
 from .diagnosis.history import loop_findings
-from .diagnosis.series import Series, lower_median
+from .diagnosis.series import Series
 from .run import read_run, settings_of
 
 # --- A run in one row of a table: whether it is alive, its loss, spikes, findings, settings and cost ---
@@ -36,107 +35,91 @@ _SETTINGS = 50
 _SIZES = re.compile(r" \(|, ")
 
 
-@dataclass(frozen=True)
 class RunCard:
-    name: str
-    # silent if its process is gone, or its last step is older than five usual intervals and a minute; ended if its monitor was detached;
-    # empty without a step; unknown if there is only one, which shows no interval
-    state: State
-    status: str  # the same as a sentence
-    raised: str
-    # steps that could not be written, as on a full disk; of a run that has not ended 1 or more if the last steps are lost
-    unwritten: int
-    step: int | None
-    steps: int
-    age: float  # seconds since the last step
-    usual: float | None  # usual seconds between two steps; None if unknown
-    pause: float  # the second-longest time between two, see RunStatus
-    began: float | None  # when the first step ended, in seconds since the epoch
-    seconds: float
-    loss: float | None  # the median of the last twentieth; None if none was logged, NaN or infinite if the last one is
-    first_loss: float | None
-    loss_key: str
-    losses: Sequence[tuple[int, float]]  # step and loss, thinned out, for a small chart
-    spikes: int
-    worst_spike: str
-    spike_step: int | None
-    spike_where: str  # the layer that moved most, or what the layers did together; empty if it is unknown
-    last_spike: str
-    last_spike_step: int | None
-    last_spike_where: str
-    not_applied: int
-    headroom: float | None  # the learning rate over the critical one, the last that was measured
-    cost: float | None  # the median share of the time that monitoring took lately
-    # severity, rule and place, ranked, if the run was diagnosed; else what was found while it trained, without a severity
-    findings: Sequence[tuple[str, str, str]]
-    is_diagnosed: bool
-    settings: Mapping[str, str]
-    metrics: Mapping[str, float]  # the last value of each of the metrics that were asked for, if the run has it
-    logged: Sequence[str]
+    """A run, read in about ten milliseconds; raises as :func:`load_run`. ``metrics``: keys of logged or whole-model values."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        diagnosis: Diagnosis | None = None,
+        points: int = 120,
+        metrics: Sequence[str] = (),
+    ) -> None:
+        self.name = printable(os.fspath(path) if name is None else name)
+        with closing(read_run(path)) as run:
+            self._take_state(run.status)
+            self._take_losses(run, points)
+            self._take_spikes(run)
+            steps, meta, scalars = run.steps, run.meta, run.scalars
+            times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
+            self.steps = len(steps)
+            self.began = times[0] if times else None  # when the first step ended, in seconds since the epoch
+            self.seconds = times[-1] - times[0] if times else 0.0
+            self.not_applied = int(max(_series(run, _whole("steps_not_applied")).values, default=0.0))
+            # the learning rate over the critical one, the last that was measured
+            self.headroom = next(reversed(_series(run, _whole("lr_over_critical")).values), None)
+            # the median share of the time that monitoring took lately
+            overhead = _series(run, _whole("overhead_fraction")).finite.part(0.5, 1)
+            self.cost = overhead.median if len(overhead) else None
+            # severity, rule and place, ranked, if the run was diagnosed; else what was found while it trained, without a severity
+            self.findings = [("", fact.rule, next(iter(fact.where), "")) for fact in loop_findings(meta)]
+            if diagnosis is not None:
+                self.findings = [(finding.severity, finding.rule, finding.where) for finding in diagnosis.findings]
+            self.is_diagnosed = diagnosis is not None
+            self.settings = dict(islice(settings_of(meta).items(), _SETTINGS))
+            # the last value of each of the metrics that were asked for, if the run has it
+            self.metrics = {metric: values[-1] for metric in metrics if (values := _metric(run, metric).values)}
+            self.logged = [key.name for key in scalars if not key.source][:_NAMES]
+
+    def _take_state(self, status: RunStatus) -> None:
+        # silent if its process is gone, or its last step is older than five usual intervals and a minute; ended if its monitor was
+        # detached; empty without a step; unknown if there is only one, which shows no interval
+        alive: dict[bool | None, State] = {True: "running", False: "silent", None: "unknown"}
+        self.state: State = alive[status.looks_alive]
+        if status.has_ended:
+            self.state = "ended"
+        elif status.step is None:
+            self.state = "silent" if status.is_gone else "empty"
+        self.raised = str(status.meta.get("raised") or "") if status.has_ended else ""
+        # steps that could not be written, as on a full disk; of a run that has not ended 1 or more if the last steps are lost
+        self.unwritten = int(status.meta.get("unwritten", 0)) if status.has_ended or status.lost else 0
+        self.status = _sentence(status, self.raised, self.unwritten)  # the state as a sentence
+        self.step, self.age = status.step, status.age  # seconds since the last step
+        # usual seconds between two steps, None if unknown; and the second-longest time between two, see RunStatus
+        self.usual, self.pause = status.usual, status.pause
+
+    def _take_losses(self, run: RunReader, points: int) -> None:
+        key = loss_among(run.scalars)
+        loss = _series(run, key)
+        self.loss_key = "" if key is None else key.name
+        # the median of the last twentieth; None if none was logged, NaN or infinite if the last one is
+        self.loss: float | None = None
+        if len(loss):
+            self.loss = loss.finite.part(1 - _NOW, 1).median if math.isfinite(loss.values[-1]) else loss.values[-1]
+        self.first_loss = loss.values[0] if len(loss) else None
+        self.losses = _thinned(loss, points)  # step and loss, thinned out, for a small chart
+
+    def _take_spikes(self, run: RunReader) -> None:
+        spikes = episodes(run.events, run.steps)
+        self.spikes = len(spikes)
+        # where: the layer that moved most, or what the layers did together; empty if it is unknown
+        self.worst_spike, self.spike_step, self.spike_where = _described(largest(spikes, 1))
+        self.last_spike, self.last_spike_step, self.last_spike_where = _described(spikes[-1:])
 
     @property
     def is_of_network(self) -> bool:
         """Whether the loss is that of one network of several, such as ``loss_d``: it is low where the others lose, and ranks no runs."""
         return is_loss_of_network(Key("", self.loss_key, ""))
 
+    @property
+    def has_stalled(self) -> bool:
+        longest = _LONELY if self.usual is None else max(_TIMES * self.usual, _LEAST, PAUSES * self.pause)
+        return self.state not in ("ended", "empty") and self.age > longest
+
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = strict(vars(self))
         return found
-
-
-def run_card(
-    path: str | os.PathLike[str],
-    name: str | None = None,
-    diagnosis: Diagnosis | None = None,
-    points: int = 120,
-    metrics: Sequence[str] = (),
-) -> RunCard:
-    """Read a row in about ten milliseconds; raises as :func:`load_run`. ``metrics``: keys of logged or whole-model values."""
-    with closing(read_run(path)) as run:
-        status = run.status
-        raised = str(status.meta.get("raised") or "") if status.has_ended else ""
-        unwritten = int(status.meta.get("unwritten", 0)) if status.has_ended or status.lost else 0
-        steps = run.steps
-        scalars = run.scalars
-        loss_key = loss_among(scalars)
-        loss = _series(run, loss_key)
-        times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
-        overhead = _series(run, _whole("overhead_fraction")).finite.part(0.5, 1).values
-        spikes = episodes(run.events, steps)
-        worst, last = next(iter(largest(spikes, 1)), None), spikes[-1] if spikes else None
-        if diagnosis is None:
-            findings = [("", fact.rule, next(iter(fact.where), "")) for fact in loop_findings(run.meta)]
-        else:
-            findings = [(finding.severity, finding.rule, finding.where) for finding in diagnosis.findings]
-        return RunCard(
-            name=printable(os.fspath(path) if name is None else name),
-            state=_state(status),
-            status=_sentence(status, raised, unwritten),
-            raised=raised,
-            unwritten=unwritten,
-            step=status.step,
-            steps=len(steps),
-            age=status.age,
-            usual=status.usual,
-            pause=status.pause,
-            began=times[0] if times else None,
-            seconds=times[-1] - times[0] if times else 0.0,
-            loss=_now(loss),
-            first_loss=loss.values[0] if len(loss) else None,
-            loss_key="" if loss_key is None else loss_key.name,
-            losses=_thinned(loss, points),
-            spikes=len(spikes),
-            **_described(worst, "worst_spike", "spike"),
-            **_described(last, "last_spike", "last_spike"),
-            not_applied=int(max(_series(run, _whole("steps_not_applied")).values, default=0.0)),
-            headroom=next(reversed(_series(run, _whole("lr_over_critical")).values), None),
-            cost=lower_median(overhead) if overhead else None,
-            findings=findings,
-            is_diagnosed=diagnosis is not None,
-            settings=dict(islice(settings_of(run.meta).items(), _SETTINGS)),
-            metrics={metric: values[-1] for metric in metrics if (values := _metric(run, metric).values)},
-            logged=[key.name for key in scalars if not key.source][:_NAMES],
-        )
 
 
 def differing(cards: Sequence[RunCard]) -> list[str]:
@@ -144,14 +127,6 @@ def differing(cards: Sequence[RunCard]) -> list[str]:
     names = dict.fromkeys(name for card in cards for name in card.settings)
     values = {name: len({card.settings.get(name) for card in cards}) for name in names}
     return sorted((name for name in names if values[name] > 1), key=lambda name: -values[name])
-
-
-def _state(status: RunStatus) -> State:
-    if status.has_ended:
-        return "ended"
-    if status.step is None:
-        return "silent" if status.is_gone else "empty"
-    return {True: "running", False: "silent", None: "unknown"}[status.looks_alive]  # type: ignore[return-value]
 
 
 def _sentence(status: RunStatus, raised: str, unwritten: int) -> str:
@@ -162,10 +137,9 @@ def _sentence(status: RunStatus, raised: str, unwritten: int) -> str:
     return said
 
 
-def _described(spike: Episode | None, sentence: str, place: str) -> dict[str, Any]:
-    if spike is None:
-        return {sentence: "", f"{place}_step": None, f"{place}_where": ""}
-    return {sentence: str(spike), f"{place}_step": spike.worst.step, f"{place}_where": _SIZES.split(spike.worst.where)[0]}
+def _described(spikes: Sequence[Episode]) -> tuple[str, int | None, str]:
+    """The first of ``spikes`` as a sentence, its step and its place."""
+    return next(((str(spike), spike.worst.step, _SIZES.split(spike.worst.where)[0]) for spike in spikes), ("", None, ""))
 
 
 def _whole(metric: str) -> Key:
@@ -179,12 +153,6 @@ def _series(run: RunReader, key: Key | None) -> Series:
 def _metric(run: RunReader, name: str) -> Series:
     logged = _series(run, Key("", name, ""))  # whose name may look like a key
     return logged if len(logged) else _series(run, parse_key(name))
-
-
-def _now(loss: Series) -> float | None:
-    if not len(loss):
-        return None
-    return loss.finite.part(1 - _NOW, 1).median if math.isfinite(loss.values[-1]) else loss.values[-1]
 
 
 def _thinned(series: Series, points: int) -> list[tuple[int, float]]:
@@ -205,16 +173,10 @@ _TIMES, _LEAST, _LONELY = 10.0, 60.0, 600.0
 _WIDTH, _INDENT, _MOST = 100, 10, 3
 
 
-def has_stalled(card: RunCard) -> bool:
-    if card.state in ("ended", "empty"):
-        return False
-    return card.age > (_LONELY if card.usual is None else max(_TIMES * card.usual, _LEAST, PAUSES * card.pause))
-
-
 def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
     if card.unwritten and card.state != "ended":
         return "Make room on the disk of the run directory: no step is recorded before."
-    if card.state == "silent" or has_stalled(card):
+    if card.state == "silent" or card.has_stalled:
         return "Look at the process: no step comes any more, and its monitor was not detached."
     if card.state == "empty":
         return "Wait for the first step."
@@ -235,7 +197,7 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
     """For JSON; ``next`` has the action, and the finding that it is for, if any, with the command that shows more of it."""
     first, rest = next(iter(diagnosis.findings), None), card.to_dict()
     is_recorded = card.state == "ended" or not card.unwritten
-    is_fine = card.state in _FINE and is_recorded and not card.raised and not has_stalled(card)
+    is_fine = card.state in _FINE and is_recorded and not card.raised and not card.has_stalled
     command = f"diagnose {card.name}" if card.spike_step is None else f"why {card.name} --step {card.spike_step}"
     worst = {"step": card.spike_step, "where": card.spike_where, "text": card.worst_spike}
     return {

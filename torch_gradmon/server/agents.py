@@ -15,7 +15,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 
 from ..analysis.diff import diff_runs
-from ..analysis.many_runs import next_action, run_card, status_dict
+from ..analysis.many_runs import RunCard, next_action, status_dict
 from ..analysis.run import diagnose, find_runs, read_run
 from ..analysis.spike_report import explain
 from ..core.errors import nearest
@@ -76,14 +76,14 @@ class RunTools:
         found = []
         for name, path in find_runs(self._root).items():
             with contextlib.suppress(Exception), reading_within(ROW_SECONDS):  # it may be made or removed just now
-                found.append(run_card(path, name, points=2).to_dict())
+                found.append(RunCard(path, name, points=2).to_dict())
         return [{key: value for key, value in card.items() if key not in ("losses", "is_diagnosed")} for card in found]
 
     def status(self, run: str) -> dict[str, Any]:
         """How a run is: alive, loss, spikes, ranked findings with cause and advice, settings, and the next action."""
         path = self._path(run)
         diagnosis = diagnose(path)
-        return status_dict(run_card(path, run, diagnosis), diagnosis)
+        return status_dict(RunCard(path, run, diagnosis), diagnosis)
 
     def diagnose(self, run: str) -> dict[str, Any]:
         """What is wrong with a run, where, in which steps, and what to do; also which rules lacked a value, and what they need."""
@@ -95,7 +95,7 @@ class RunTools:
         path = self._path(run)
         diagnosis = diagnose(path)
         lines = [f"{placed(each.rule, each.where)}: {each.advice} Reason: {each.cause}" for each in diagnosis.findings]
-        lines = lines or [next_action(run_card(path, run, diagnosis), diagnosis)]
+        lines = lines or [next_action(RunCard(path, run, diagnosis), diagnosis)]
         return list(map(printable_lines, lines))
 
     def why(self, run: str, step: int | None = None) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..analysis.diagnosis.findings import Diagnosis
-from ..analysis.many_runs import RunCard, has_stalled, run_card
+from ..analysis.many_runs import RunCard
 from ..analysis.run import diagnose, find_runs, is_below
 from ..core.errors import error_text
 from ..core.formatting import placed
@@ -74,10 +74,10 @@ class WatchedRun:
         try:
             diagnosed = self._diagnosis
             with reading_within(ROW_SECONDS):
-                card = run_card(self.path, self.name, None if diagnosed is None else diagnosed[2])
+                card = RunCard(self.path, self.name, None if diagnosed is None else diagnosed[2])
                 if diagnosed is not None and diagnosed[1] != card.began:  # of another run in the same directory
                     self._diagnosis = None
-                    card = run_card(self.path, self.name)
+                    card = RunCard(self.path, self.name)
                 return card
         except Exception as error:  # it may be made, or removed, just now; or a later version wrote it
             self._complain(error)
@@ -211,7 +211,7 @@ class RunAlarms:
 
     def __init__(self, before: RunCard | None = None) -> None:
         self._began: float | None = None if before is None else before.began
-        self._stalled_at = before.step if before is not None and has_stalled(before) else None
+        self._stalled_at = before.step if before is not None and before.has_stalled else None
         self._spikes = 0 if before is None else before.spikes
         self._last = -_QUIET
         self._rules = set() if before is None else {rule for _, rule, _ in before.findings}
@@ -222,7 +222,7 @@ class RunAlarms:
         if self._began is not None and card.began != self._began:  # another run in the same directory
             self._stalled_at, self._spikes, self._rules, self._is_old = None, 0, set(), False
         self._began = card.began
-        if card.step != self._stalled_at and has_stalled(card):
+        if card.step != self._stalled_at and card.has_stalled:
             self._stalled_at = card.step
             often = "" if card.usual is None else f", where one is due every {duration(card.usual)}"
             text = f"{card.name}: no step for {duration(card.age)} since step {card.step}{often}"

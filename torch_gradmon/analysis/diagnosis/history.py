@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ...core import keys as n
+from ...core.formatting import also_in
 from ...core.keys import Key
 from ...core.loop_mistakes import LoopFinding
 from ...core.moments import Column
@@ -356,6 +357,11 @@ class History:
         return is_of_one or sum("by_turns" in record.context for record in self.records) > len(self.records) / 2
 
     @property
+    def alarm(self) -> Severity:
+        """The severity of a loss that is no good, unless it need not fall."""
+        return "info" if self.need_not_fall else "warning"
+
+    @property
     def concern(self) -> Severity:
         """The severity of a problem that matters only if the model does not learn, which a loss that need not fall does not show."""
         return "warning" if (self.learning.is_stuck or self.learning.is_worse) and not self.need_not_fall else "info"
@@ -526,7 +532,7 @@ class History:
     def finding(
         self,
         rule: str,
-        where: str,
+        where: str | Sequence[str],
         evidence: Mapping[str, float],
         cause: str,
         advice: str,
@@ -534,9 +540,15 @@ class History:
         severity: Severity | None = None,
         steps: Sequence[int] = (),
     ) -> list[Finding]:
-        """A list of one, as rules return it: by default of the severity :attr:`concern`, and from the first to the last of all steps."""
-        span = (steps[0], steps[-1]) if steps else (self.records[0].step, self.records[-1].step)
-        return [Finding(rule, severity or self.concern, where, span, evidence, cause, advice, weight)]
+        """A list of one, as rules return it: by default of the severity :attr:`concern`, and from the first to the last of all steps.
+
+        Of several places, as in ``where``, the finding is in the first one, and its cause names others.
+        """
+        first, last = (steps[0], steps[-1]) if steps else (self.records[0].step, self.records[-1].step)
+        places = [where] if isinstance(where, str) else where
+        return [
+            Finding(rule, severity or self.concern, places[0], (first, last), evidence, cause + also_in(places), advice, weight)
+        ]
 
     def sizes(self, source: str) -> dict[str, float]:
         found: dict[str, float] = {}

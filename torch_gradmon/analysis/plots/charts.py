@@ -198,7 +198,7 @@ def by_block(view: PlotView, cells: Tensor, groups: Mapping[str, Sequence[int]])
 #: Columns of a heat map.
 COLUMNS = 1000
 #: Updates over parameters that most healthy trainings have, as those of docs/gallery: a guide for the eye, judged by no rule.
-USUAL_UPDATES = {"most healthy runs": (1e-3, 1e-2)}
+USUAL_UPDATES = {"most healthy runs: 0.001 to 0.01": (1e-3, 1e-2)}
 NO_NORM = "neither a gradient norm nor a loss was recorded; use a preset, or log the loss"
 NO_UPDATE = "updates were not measured: attach the optimizer, and use the preset standard or full"
 #: A loss whose largest value is more than this times its smallest is drawn on a logarithmic scale.
@@ -239,9 +239,9 @@ def norm(panels: PanelSet) -> LineChart:
     headroom = lines(("learning rate over the critical one", panels.line("lr_over_critical"), elements.BLUE))
     subplots = (
         Subplot("loss", lines(("loss", loss, elements.GREY)), is_wide(loss)),
-        Subplot("gradient norm", norms, guides={} if bound is None else {"bound": bound}, height=2.0),
+        Subplot("gradient norm", norms, guides={} if bound is None else {f"bound {bound:.3g}": bound}, height=2.0),
         Subplot("clipped share", shares, False, limits=(0.0, 1.05), height=0.7),
-        Subplot("learning rate / critical", headroom, guides={"the step would raise the loss of its batch:": 1.0}),
+        Subplot("learning rate / critical", headroom, guides={"the step would raise the loss of its batch: 1": 1.0}),
     )
     return LineChart("loss and gradient norm", tuple(subplot for subplot in subplots if subplot.lines), _marks(panels))
 

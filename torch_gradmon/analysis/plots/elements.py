@@ -393,7 +393,7 @@ def drawable(values: Sequence[float], is_log: bool, absent: Any = math.nan) -> l
 
 @dataclass(frozen=True)
 class Subplot:
-    """Lines with a common axis; ``guides`` and ``bands`` are horizontal, by name, and ``height`` is relative to other subplots."""
+    """Lines with a common axis; ``guides`` and ``bands`` are horizontal, by their text, and ``height`` is relative to other subplots."""
 
     title: str
     lines: tuple[Line, ...]
@@ -402,14 +402,6 @@ class Subplot:
     bands: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     limits: tuple[float, float] | None = None
     height: float = 1.0
-
-    @property
-    def guide_texts(self) -> dict[str, float]:
-        return {f"{name} {value:.3g}": value for name, value in self.guides.items()}
-
-    @property
-    def band_texts(self) -> dict[str, tuple[float, float]]:
-        return {f"{name}: {low:.3g} to {high:.3g}": (low, high) for name, (low, high) in self.bands.items()}
 
 
 @dataclass(frozen=True)

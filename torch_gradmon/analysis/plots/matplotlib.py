@@ -116,9 +116,9 @@ def _lines(chart: LineChart) -> Figure:
 def _draw_subplot(axes: Any, subplot: Subplot, small: bool) -> None:
     for line in subplot.lines:
         _draw_line(axes, line, subplot.is_log)
-    for text, value in subplot.guide_texts.items():
+    for text, value in subplot.guides.items():
         axes.axhline(value, color=elements.GREEN, linewidth=0.9, linestyle="--", label=text)
-    for text, (low, high) in subplot.band_texts.items():
+    for text, (low, high) in subplot.bands.items():
         axes.axhspan(low, high, color=elements.GREEN, alpha=0.12, linewidth=0, label=text)
     if subplot.is_log:
         axes.set_yscale("log")

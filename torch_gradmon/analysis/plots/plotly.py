@@ -201,10 +201,10 @@ def _add_subplot(drawn: go.Figure, subplot: Subplot, row: int, column: int, smal
             if trace.showlegend:
                 named.add(trace.name)
             drawn.add_trace(trace, row=row, col=column)
-    for text, value in subplot.guide_texts.items():
+    for text, value in subplot.guides.items():
         drawn.add_hline(y=value, line={"color": elements.GREEN, "width": 1, "dash": "dash"}, row=row, col=column)
         _label(drawn, text, value, subplot.is_log, row, column)
-    for text, (low, high) in subplot.band_texts.items():
+    for text, (low, high) in subplot.bands.items():
         drawn.add_hrect(y0=low, y1=high, fillcolor=elements.GREEN, opacity=0.12, line_width=0, layer="below", row=row, col=column)
         _label(drawn, text, low, subplot.is_log, row, column)
     axis: dict[str, Any] = {"type": "log" if subplot.is_log else "linear", "exponentformat": "e", "automargin": True}

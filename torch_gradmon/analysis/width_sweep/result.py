@@ -8,9 +8,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain, cycle
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import nn
 
@@ -212,7 +213,6 @@ def fit_slope(points: Mapping[int, Sequence[tuple[int, float]]], confidence: flo
     return Slope(exponent, exponent - half, exponent + half, offset, scatter, freedom)
 
 
-@functools.lru_cache(maxsize=64)
 def student_quantile(probability: float, freedom: int) -> float:
     """The t below which Student's distribution has ``probability``, of at least one half.
 
@@ -306,30 +306,21 @@ def within(slope: Slope, aim: float, tolerance: float) -> bool | None:
 
 # --- The verdicts as sentences and as a table ---
 
-HEADINGS = ("module", "kind", "term", "exponent", "interval", "expected", "")
 _NAMES = {"update": "(W_t-W_0)x_t", "propagated": "W_0(x_t-x_0)"}
 _MOST = 4
 
 
-def rows(verdicts: Sequence[LayerVerdict]) -> list[tuple[str, ...]]:
-    return [
-        (
-            verdict.module or "[model]",
-            verdict.kind,
-            _NAMES[verdict.term],
-            f"{verdict.slope.exponent:+.2f}" if verdict.slope else "-",
-            f"{verdict.slope.low:+.2f} to {verdict.slope.high:+.2f}" if verdict.slope else "-",
-            "any" if verdict.expected is None else f"{verdict.expected:+.2f}",
-            _verdict_text(verdict),
-        )
-        for verdict in verdicts
-    ]
-
-
 def table(verdicts: Sequence[LayerVerdict]) -> str:
-    lines = [HEADINGS, *rows(verdicts)]
-    sizes = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
-    return "\n".join("  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)).rstrip() for line in lines)
+    lines = [("module", "kind", "term", "exponent", "interval", "expected", "")]
+    for verdict in verdicts:
+        exponent, interval = "-", "-"
+        if slope := verdict.slope:
+            exponent, interval = f"{slope.exponent:+.2f}", f"{slope.low:+.2f} to {slope.high:+.2f}"
+        expected = "any" if verdict.expected is None else f"{verdict.expected:+.2f}"
+        about = verdict.module or "[model]", verdict.kind, _NAMES[verdict.term]
+        lines.append((*about, exponent, interval, expected, _verdict_text(verdict)))
+    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, sizes)).rstrip() for line in lines)
 
 
 def _verdict_text(verdict: LayerVerdict) -> str:
@@ -349,30 +340,31 @@ def words(verdicts: Sequence[LayerVerdict], smallest: int, largest: int, unmeasu
     bad = [verdict for verdict in judged if verdict.as_expected is False]
     still = [verdict for verdict in judged if verdict.state == "zero"]
     unclear = [verdict for verdict in judged if verdict.as_expected is None and verdict not in still]
-    note = []
+    terms, widths = f"{len(judged)} terms", f"the expected exponent from width {smallest} to {largest}"
+    lines = {
+        "passes": [f"Passes: all {terms} have {widths}."],
+        "fails": [f"Fails: {len(bad)} of {terms} do not have {widths}."],
+        "undecided": [f"Undecided: {len(unclear) + len(still)} of {terms} could still be either way."],
+    }[outcome(verdicts)]
+    if len(still) == len(judged):
+        lines = ["Undecided: no judged term has moved. Is the learning rate zero, or everything frozen?"]
+    else:
+        lines += _failures(bad)
+        if unclear:
+            lines.append(f"Undecided in {_listed(unclear)}: give more seeds, or larger widths.")
+        if still:
+            advice = "Give more steps, or check whether a gradient arrives there."
+            lines.append(f"Not moved: {_listed(still)}; an update of zero cannot be judged. {advice}")
+        hidden = {verdict.state for verdict in verdicts if verdict.term == "update" and verdict.kind == "hidden"}
+        if hidden == {"stable"} and any(v.kind == "output" and v.state == "grows" for v in verdicts):
+            lines.append(
+                "Hidden layers move as much in wide models as in narrow ones while the outputs grow: with cross-entropy this can still "
+                "train (controlled divergence, arXiv 2505.22491), with squared error it does not."
+            )
     if unmeasured:
         names = listed(unmeasured, _MOST)
-        note = [f"Not measured, and not judged: {names}; no module with these parameters is called and returns a tensor."]
-    if len(still) == len(judged):
-        return "\n".join(["Undecided: no judged term has moved. Is the learning rate zero, or everything frozen?", *note])
-    head = {
-        "passes": f"Passes: all {len(judged)} terms have the expected exponent from width {smallest} to {largest}.",
-        "fails": f"Fails: {len(bad)} of {len(judged)} terms do not have the expected exponent from width {smallest} to {largest}.",
-        "undecided": f"Undecided: {len(unclear) + len(still)} of {len(judged)} terms could still be either way.",
-    }[outcome(verdicts)]
-    lines = [head, *_failures(bad)]
-    if unclear:
-        lines.append(f"Undecided in {_listed(unclear)}: give more seeds, or larger widths.")
-    if still:
-        advice = "Give more steps, or check whether a gradient arrives there."
-        lines.append(f"Not moved: {_listed(still)}; an update of zero cannot be judged. {advice}")
-    hidden = {verdict.state for verdict in verdicts if verdict.term == "update" and verdict.kind == "hidden"}
-    if hidden == {"stable"} and any(v.kind == "output" and v.state == "grows" for v in verdicts):
-        lines.append(
-            "Hidden layers move as much in wide models as in narrow ones while the outputs grow: with cross-entropy this can still train "
-            "(controlled divergence, arXiv 2505.22491), with squared error it does not."
-        )
-    return "\n".join([*lines, *note])
+        lines.append(f"Not measured, and not judged: {names}; no module with these parameters is called and returns a tensor.")
+    return "\n".join(lines)
 
 
 #: By term, and by the side on which an exponent is.
@@ -422,7 +414,6 @@ _TITLES = {
     "propagated": "from below: rms of W_0 (x_t - x_0)",
     "output": "mean |output|",
 }
-_DASHES = {"stable": "solid", "grows": "dashed", "vanishes": "dotted"}
 
 
 @dataclass(frozen=True)
@@ -435,18 +426,17 @@ class TermLine:
     points: Mapping[int, Sequence[float]]
 
     @property
-    def name(self) -> str:
-        return self.label.split(" ")[0]
+    def widths(self) -> list[int]:
+        return sorted(self.points)
 
     @property
     def means(self) -> list[float]:
         """The middle on a logarithmic axis at each width, ascending."""
-        return [geometric_mean(self.points[width]) for width in sorted(self.points)]
+        return [geometric_mean(self.points[width]) for width in self.widths]
 
 
-class TermPanel(NamedTuple):
-    title: str
-    lines: Sequence[TermLine]
+#: The lines of each panel by its title.
+Panels = Mapping[str, Sequence[TermLine]]
 
 
 def kinds() -> list[str]:
@@ -456,29 +446,23 @@ def kinds() -> list[str]:
     return sorted(FigureCanvasBase.get_supported_filetypes())
 
 
-def _draw_panel(axes: Any, panel: TermPanel) -> None:
+def _draw_panel(axes: Any, title: str, lines: Sequence[TermLine], ticks: Sequence[int]) -> None:
     """Geometric means over seeds, and a point for each seed."""
-    for line in panel.lines:
-        widths = sorted(line.points)
-        axes.plot(
-            widths, line.means, color=line.colour, linestyle=_DASHES.get(line.state, "solid"), linewidth=1.6, label=line.label
-        )
-        for width in widths:
+    dashes = {"grows": "dashed", "vanishes": "dotted"}
+    for line in lines:
+        style = {"color": line.colour, "linestyle": dashes.get(line.state, "solid"), "label": line.label}
+        axes.plot(line.widths, line.means, linewidth=1.6, **style)
+        for width in line.widths:
             axes.plot([width] * len(line.points[width]), line.points[width], ".", color=line.colour, markersize=3, alpha=0.5)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ticks = _widths([panel])
     axes.set_xticks(ticks, [str(width) for width in ticks])
     axes.xaxis.minorticks_off()
-    axes.set_title(panel.title, fontsize=10)
+    axes.set_title(title, fontsize=10)
     axes.set_xlabel("width")
     axes.grid(color=_TEXT, alpha=0.2)
-    if panel.lines:
-        axes.legend(fontsize=7, frameon=False, ncols=1 + len(panel.lines) // 10)
-
-
-def _widths(found: Sequence[TermPanel]) -> list[int]:
-    return sorted({width for panel in found for line in panel.lines for width in line.points})
+    if lines:
+        axes.legend(fontsize=7, frameon=False, ncols=1 + len(lines) // 10)
 
 
 @dataclass(frozen=True)
@@ -620,8 +604,8 @@ class WidthSweep:
             raise ImportError('a picture needs matplotlib: pip install "torch_gradmon[plot]"') from error
         found = self.panels()
         picture = Figure(figsize=(4.6 * len(found), 4.4), layout="constrained")
-        for panel, axes in zip(found, picture.subplots(1, len(found), squeeze=False)[0], strict=True):
-            _draw_panel(axes, panel)
+        for (title, lines), axes in zip(found.items(), picture.subplots(1, len(found), squeeze=False)[0], strict=True):
+            _draw_panel(axes, title, lines, sorted({width for line in lines for width in line.points}))
         picture.savefig(path, dpi=110)
 
     def figure(self) -> Any:
@@ -635,44 +619,45 @@ class WidthSweep:
         except ImportError as error:
             raise ImportError('the figure needs plotly: pip install "torch_gradmon[report]"') from error
         found = self.panels()
-        figure = make_subplots(rows=1, cols=len(found), subplot_titles=[panel.title for panel in found])
-        dashes = {"grows": "dash", "vanishes": "dot"}
-        for column, panel in enumerate(found, start=1):
-            for line in panel.lines:
+        figure = make_subplots(rows=1, cols=len(found), subplot_titles=list(found))
+        dashes, named = {"grows": "dash", "vanishes": "dot"}, set[str]()
+        for column, lines in enumerate(found.values(), start=1):
+            for line in lines:
+                name = line.label.split(" ")[0]  # without the exponent, because it stands for the module in all panels
                 trace = {
-                    "x": sorted(line.points),
+                    "x": line.widths,
                     "y": line.means,
                     "mode": "lines+markers",
-                    "name": line.name,  # without the exponent, because it stands for the module in all panels
-                    "legendgroup": line.name,
-                    "showlegend": column == 1 or line.name not in {first.name for first in found[0].lines},
+                    "name": name,
+                    "legendgroup": name,
+                    "showlegend": name not in named,
                     "line": {"color": line.colour, "dash": dashes.get(line.state, "solid")},
                     "hovertemplate": f"{line.label} {line.state}<br>width %{{x}}: %{{y:.3g}}<extra></extra>",
                 }
                 figure.add_scatter(**trace, row=1, col=column)
-        ticks = _widths(found)
-        figure.update_xaxes(type="log", title_text="width", tickvals=ticks, ticktext=[str(width) for width in ticks])
+            named = named or {line.label.split(" ")[0] for line in lines}
+        ticks = sorted({width for lines in found.values() for line in lines for width in line.points})
+        figure.update_xaxes(type="log", title_text="width", tickvals=ticks, ticktext=list(map(str, ticks)))
         round_numbers = [float(f"{digit}e{power}") for power in range(-12, 13) for digit in (1, 2, 5)]
         figure.update_yaxes(type="log", tickvals=round_numbers, ticktext=[f"{number:g}" for number in round_numbers])
         return figure
 
-    def panels(self) -> list[TermPanel]:
+    def panels(self) -> Panels:
         """The plotted panels: both terms and the mean of |output| over the width, after the last step."""
-        judged = {(verdict.module, verdict.term): verdict for verdict in self.verdicts}
-        found = []
-        for term in (*TERMS, "output"):
-            lines = []
-            for place, name in enumerate(self.layers):
+        judged: dict[tuple[str, str], LayerVerdict] = {(verdict.module, verdict.term): verdict for verdict in self.verdicts}
+        found: dict[str, list[TermLine]] = {}
+        for term, title in _TITLES.items():
+            lines = found[title] = []
+            for name, colour in zip(self.layers, cycle(_COLOURS), strict=False):
                 points: dict[int, list[float]] = {}
-                for width, value in (pair for pairs in series(self.runs, name, term, self.steps).values() for pair in pairs):
+                for width, value in chain.from_iterable(series(self.runs, name, term, self.steps).values()):
                     if 0.0 < value < math.inf:
                         points.setdefault(width, []).append(value)
-                verdict = judged.get((name, term))  # type: ignore[arg-type]
+                verdict = judged.get((name, term))
+                exponent = f" {verdict.slope.exponent:+.2f}" if verdict and verdict.slope else ""
                 if points:
-                    exponent = f" {verdict.slope.exponent:+.2f}" if verdict and verdict.slope else ""
                     state = verdict.state if verdict else ""
-                    lines.append(TermLine(f"{name or '[model]'}{exponent}", state, _COLOURS[place % len(_COLOURS)], points))
-            found.append(TermPanel(_TITLES[term], lines))
+                    lines.append(TermLine(f"{name or '[model]'}{exponent}", state, colour, points))
         return found
 
 

@@ -214,18 +214,14 @@ def usual_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def failing_at(place: str, what: str, remedy: str) -> Iterator[None]:
-    """Add the width or seed to an error of the user's code; our own errors have it already."""
+def failing(place: str, what: str, remedy: str) -> Iterator[None]:
+    """Add the place, such as ``at width 8`` or ``the data of seed 0``, to an error of the user's code; our own errors have it already."""
     try:
         yield
     except Exception as error:
-        if place in str(error):
+        if " ".join(place.split()[-2:]) in str(error):
             raise
-        raise ValueError(f"{what}: {type(error).__name__}: {error}; {remedy}") from error
-
-
-def failing_at_width(width: int, what: str, remedy: str) -> contextlib.AbstractContextManager[None]:
-    return failing_at(f"width {width}", f"at width {width} {what}", remedy)
+        raise ValueError(f"{place} {what}: {type(error).__name__}: {error}; {remedy}") from error
 
 
 def placed(batch: Any, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
@@ -294,8 +290,10 @@ class Recipe:
             )
         model = model._modules.get("_orig_mod") or model  # a few steps are not worth a compilation
         self._check_new(model, width)
-        with failing_at_width(
-            width, "the optimizer cannot be made", "the function given as optimizer is called with the model and the width"
+        with failing(
+            f"at width {width}",
+            "the optimizer cannot be made",
+            "the function given as optimizer is called with the model and the width",
         ):
             if optimizer is None and isinstance(self.optimizer, str):
                 lr = self.lr * (width / self.widths[0]) ** self.lr_exponent
@@ -321,7 +319,7 @@ class Recipe:
         """At most ``steps`` batches of a seed, the same for all widths."""
         torch.manual_seed(seed)
         remedy = "give a batch, a list of them, or a function of the seed that returns either"
-        with failing_at(f"seed {seed}", f"the data of seed {seed} cannot be loaded", remedy):
+        with failing(f"the data of seed {seed}", "cannot be loaded", remedy):
             made = self.data(seed) if callable(self.data) else self.data
             pair = isinstance(made, list) and len(made) == 2 and all(isinstance(item, Tensor) for item in made)
             if pair or isinstance(made, (Tensor, Mapping, tuple)) or not isinstance(made, Iterable):
@@ -347,7 +345,7 @@ class Recipe:
             if len(shapes) == 1:
                 first, its_own, terms = model, optimizer, self._try_step(model, optimizer, batch)
             else:
-                with failing_at_width(width, "the model does not run on the batch", "the batch must fit all widths"):
+                with failing(f"at width {width}", "the model does not run on the batch", "the batch must fit all widths"):
                     _checked_loss(self.loss(model, placed(batch, model)), width)
         _check_sizes(shapes, self.widths)
         layers = self._layers(first, terms, shapes, rates)
@@ -357,7 +355,7 @@ class Recipe:
         return layers, its_own, [name for name, parameter in trained if id(parameter) not in inside]
 
     def _try_step(self, model: nn.Module, optimizer: Any, batch: Any) -> dict[str, LayerTerms]:
-        at_width = partial(failing_at_width, self.widths[0])
+        at_width = partial(failing, f"at width {self.widths[0]}")
         with at_width("the model cannot be copied", "fix the factory"):
             probe = TermProbe(model, self.dtype)
         here = placed(batch, model)
@@ -407,7 +405,7 @@ class Recipe:
         probe, measured = TermProbe(model, self.dtype), placed(batches[0], model, self.dtype)
         found = SweepRun(width, seed, [], [])
         for step in range(self.steps):
-            with failing_at_width(width, f"step {step + 1} with seed {seed} failed", "earlier runs and steps were made"):
+            with failing(f"at width {width}", f"step {step + 1} with seed {seed} failed", "earlier runs and steps were made"):
                 optimizer.zero_grad()
                 loss = self.loss(model, placed(batches[step % len(batches)], model))
                 loss.backward()  # type: ignore[no-untyped-call]

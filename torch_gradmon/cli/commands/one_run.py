@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ...analysis.diff import diff_runs
-from ...analysis.many_runs import run_card, status_dict, status_text
+from ...analysis.many_runs import RunCard, status_dict, status_text
 from ...analysis.run import diagnose
 from ...analysis.spike_report import SpikeReport, no_report
 from ...core.keys import compile_pattern
@@ -57,7 +57,7 @@ def summary(options: argparse.Namespace) -> int:
 def status(options: argparse.Namespace) -> int:
     with wrong_request(FileNotFoundError, ValueError):
         diagnosis = diagnose(options.run)
-        card = run_card(options.run, options.run, diagnosis)
+        card = RunCard(options.run, options.run, diagnosis)
     found = status_dict(card, diagnosis)
     if options.json:
         print_json(found)

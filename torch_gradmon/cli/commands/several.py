@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...analysis.diff import diff_runs
-from ...analysis.many_runs import RunCard, differing, run_card
+from ...analysis.many_runs import RunCard, differing
 from ...analysis.run import diagnose, find_runs
 from ...core.errors import nearest
 from ...core.formatting import printable
@@ -56,7 +56,7 @@ def _cards(places: Sequence[str], diagnosed: bool, metrics: Sequence[str]) -> It
     for name, path in paths.items():
         try:
             with reading_within(_SECONDS):
-                card = run_card(path, name, diagnose(path) if diagnosed else None, metrics=metrics)
+                card = RunCard(path, name, diagnose(path) if diagnosed else None, metrics=metrics)
             yield card
         except Exception as error:  # it is being made or removed, or belongs to another user, who may have written anything
             print(f"gradmon: {printable(name)} is left out: {' '.join(str(error).split())}", file=sys.stderr)

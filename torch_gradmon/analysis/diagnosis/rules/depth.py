@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median_high
 
 from ....core import keys as n
-from ....core.formatting import also_in, times
+from ....core.formatting import times
 from ....core.keys import SUMMARY, TENSOR_SOURCES, parse_key
 from ....core.moments import VIEWS
 from ....core.records import Severity
@@ -69,31 +69,25 @@ def _initialisation(history: History) -> list[Finding]:
     first = history.at_beginning(history.matrix(n.PARAMETER, "rms"))
     fan_ins = {name: fan_in for name, fan_in in history.matrices.items() if fan_in >= _LEAST_FAN_IN and first.get(name, 0.0) > 0}
     gains = {name: first[name] * math.sqrt(fan_in) for name, fan_in in fan_ins.items()}
-    if not gains:
-        return []
     high = {name: gain for name, gain in gains.items() if gain > _GAIN_HIGH}
     low = {name: gain for name, gain in gains.items() if gain < _GAIN_LOW}
     odd = high if len(high) >= len(low) else low
     if len(odd) <= len(gains) / 2:
         return []
     worst = sorted(odd, key=lambda name: -abs(math.log(odd[name])))
-    loss = history.loss.finite
-    is_drowned = len(loss) >= _FEWEST and history.first_loss > _DROWNED * history.learning.last > 0
+    is_drowned = _comes_down(history, _DROWNED)
     # a model may scale its weights in its forward
     is_drowned &= not history.first_loss < _PLAIN * history.chance.get("loss", 0.0)
     is_drowned = odd is high and (is_drowned or _begins_high(history))
     fate = "large: signals grow from layer to layer." if odd is high else "small: signals fade from layer to layer."
-    return history.finding(
-        "initialisation-scale",
-        worst[0],
-        {"std * sqrt(fan in)": odd[worst[0]], "matrices like this": float(len(odd)), "of": float(len(gains))},
-        f"Most matrices begin with weights that are too {fate}{also_in(worst)}",
-        "Draw them with a standard deviation of gain / sqrt(fan in), as kaiming_normal_ and xavier_normal_ do, "
-        "with a gain of 1 to 1.41.",
-        85.5,
-        severity="warning" if is_drowned else None,
-        steps=history.steps[:1],
+    evidence = {"std * sqrt(fan in)": odd[worst[0]], "matrices like this": float(len(odd)), "of": float(len(gains))}
+    cause = f"Most matrices begin with weights that are too {fate}"
+    advice = (
+        "Draw them with a standard deviation of gain / sqrt(fan in), as kaiming_normal_ and xavier_normal_ do, with a gain of 1 to "
+        "1.41."
     )
+    severity: Severity | None = "warning" if is_drowned else None
+    return history.finding("initialisation-scale", worst, evidence, cause, advice, 85.5, severity, history.steps[:1])
 
 
 def _loud(history: History) -> list[Finding]:
@@ -102,25 +96,23 @@ def _loud(history: History) -> list[Finding]:
     returned = [name for name in outputs.names if name.startswith(n.ROOT)]
     names = [name for name in returned if name not in history.returned_numbers]  # a loss that the model computes itself
     at = history.beginning(outputs.steps)
-    if at is None or not names:
-        return []
-    came_down = len(loss) >= _FEWEST and history.first_loss > _CAME_DOWN * history.learning.last > 0
-    if not (came_down or _begins_high(history)):  # such a run may end in NaN at once
+    if at is None or not names or not (_comes_down(history, _CAME_DOWN) or _begins_high(history)):  # it may end in NaN at once
         return []
     largest = max(outputs.of([outputs.steps[at]], names).values[0].nan_to_num(0.0).tolist())
     if not largest > _LOUD:
         return []
     is_down_at_once = min(loss.values[:_AT_ONCE], default=math.inf) < history.chance.get("loss", 0.0)
-    return history.finding(
-        "initialisation-scale",
-        next((name for name in reversed(outputs.names) if not name.startswith(n.ROOT)), ""),
-        {"root mean square of the first outputs": largest, "first loss": history.first_loss, "loss now": history.learning.last},
-        "The first outputs of the model are far too large, and the loss has to fall from there first.",
-        "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width).",
-        85.5,
-        severity="warning" if _begins_high(history) and not is_down_at_once else None,
-        steps=history.steps[:1],
-    )
+    severity: Severity | None = "warning" if _begins_high(history) and not is_down_at_once else None
+    where = next((name for name in reversed(outputs.names) if not name.startswith(n.ROOT)), "")
+    losses = {"first loss": history.first_loss, "loss now": history.learning.last}
+    evidence = {"root mean square of the first outputs": largest, **losses}
+    cause = "The first outputs of the model are far too large, and the loss has to fall from there first."
+    advice = "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width)."
+    return history.finding("initialisation-scale", where, evidence, cause, advice, 85.5, severity, history.steps[:1])
+
+
+def _comes_down(history: History, factor: float) -> bool:
+    return len(history.loss.finite) >= _FEWEST and history.first_loss > factor * history.learning.last > 0
 
 
 def _begins_high(history: History) -> bool:
@@ -154,22 +146,13 @@ def _exploding(history: History) -> list[Finding]:
         return []
     began = history.beginning(first)
     # before the first update no learning rate can be the cause
-    from_start = began is not None and float(values[began, names.index(worst)]) > _EXPLODES
+    from_start = explodes and began is not None and float(values[began, names.index(worst)]) > _EXPLODES
     # beside a loss near zero, as it may be later, any gradient looks large, and outputs alone may be large on purpose
-    severity = "info" if began is None else "warning" if explodes else history.concern
-    return history.finding(
-        "exploding-gradients",
-        worst,
-        {
-            "gradient * weight / loss": usual[worst],
-            "outputs at the end / at the beginning": grows,
-            "gradient norm": history.unclipped_norm.part(0, 0.1).median,
-        },
-        *_words_on_explosion(history, worst, explodes and from_start),
-        _FROM_START if explodes and from_start else 78.0 if explodes else 76.5,
-        severity=severity,
-        steps=first,
-    )
+    severity: Severity = "info" if began is None else "warning" if explodes else history.concern
+    norm, weight = history.unclipped_norm.part(0, 0.1).median, _FROM_START if from_start else 78.0 if explodes else 76.5
+    evidence = {"gradient * weight / loss": usual[worst], "outputs at the end / at the beginning": grows, "gradient norm": norm}
+    words = _words_on_explosion(history, worst, from_start)
+    return history.finding("exploding-gradients", worst, evidence, *words, weight, severity, first)
 
 
 def _words_on_explosion(history: History, worst: str, from_start: bool) -> tuple[str, str]:
@@ -278,25 +261,19 @@ def check_spikes(history: History) -> list[Finding]:
         return []
     (spike,) = largest(found, 1)
     event = spike.worst
-    suspects = history.suspects(event.step)
-    losses = dict(history.loss.pairs())
+    suspects, losses = history.suspects(event.step), dict(history.loss.pairs())
     made = spike_cause(suspects, event.step, losses.get(event.step), bool(losses))
     far = f", {times(event.value / event.usual)} what was usual" if event.usual is not None and event.usual > 0 else ""
     when = f" in step {event.step}" if spike.first != spike.last else ""
     others = len(found) - 1
     more = "" if not others else f" There {'was 1 other spike' if others == 1 else f'were {others} other spikes'}, none larger."
-    words = f"; {made.words}" if made.words else ""
-    undone, evidence = _undone(history, spike) or ("", {})
-    return history.finding(
-        "spike",
-        made.layer,
-        {event.signal: event.value, **({} if event.usual is None else {"usual": event.usual}), "score": event.score, **evidence},
-        f"{event.signal} was {event.value:.4g}{when}{far}{words}.{undone}{more}",
-        _advice(history, spike, made, suspects),
-        128.0 if undone else 15.0,
-        severity="warning" if undone else _severity(history, spike, made),
-        steps=(spike.first, spike.last),
-    )
+    undone, loss_after = _undone(history, spike) or ("", {})
+    usual = {} if event.usual is None else {"usual": event.usual}
+    evidence = {event.signal: event.value, **usual, "score": event.score, **loss_after}
+    cause = f"{event.signal} was {event.value:.4g}{when}{far}{f'; {made.words}' if made.words else ''}.{undone}{more}"
+    advice, severity = _advice(history, spike, made, suspects), "warning" if undone else _severity(history, spike, made)
+    weight = 128.0 if undone else 15.0
+    return history.finding("spike", made.layer, evidence, cause, advice, weight, severity, (spike.first, spike.last))
 
 
 def _undone(history: History, spike: Episode) -> tuple[str, dict[str, float]] | None:
@@ -429,69 +406,57 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
     ratios = [before / after for _, before, after in norms.beside(clipped) if after]
     if not ratios or not (usual := median_high(ratios)) > _LOW:
         return []
-    if not is_clip:  # clipped by parameters or elements, or by a bound that changes; or divided, masked and so on
-        evidence = {"median norm": norms.median, "times less": usual}
+    severity: Severity = "info"
+    evidence, weight = {"median norm": norms.median, "times less": usual}, 4.0
+    cause = (
+        f"In nearly every step the gradient is made {usual:.3g} times smaller between backward and the optimizer's step, and not to "
+        "one norm, as by a clip with one bound."
+    )
+    advice = (
+        "If it is a clip of single parameters or elements, or one whose bound changes, raise that bound. A division or another edit "
+        "needs nothing."
+    )
+    if is_clip:  # else by parameters or elements, or by a bound that changes; or divided, masked and so on
+        bound = {"norm after it" if run.adaptive else "bound": clipped.median}
+        evidence = {"share of clipped steps": shares.values[-1], "median norm": norms.median, **bound}
         cause = (
-            f"In nearly every step the gradient is made {usual:.3g} times smaller between backward and the optimizer's step, and not to "
-            "one norm, as by a clip with one bound."
+            f"Nearly every step is clipped, to {usual:.3g} times less than its norm: the bound sets the length of the step, not the "
+            "gradient."
         )
         advice = (
-            "If it is a clip of single parameters or elements, or one whose bound changes, raise that bound. A division or another edit "
-            "needs nothing."
+            f"Raise {'the limit of the adaptive clip' if run.adaptive else 'max_norm'} until a gradient of the median norm, "
+            f"{norms.median:.2g}, passes it and only outliers are clipped."
         )
-        return history.finding("always-clipped", "", evidence, cause, advice, 4.0, severity="info", steps=norms.steps)
-    costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and history.learning.state != "falls")
-    is_plain = bool(history.groups) and all(group["optimizer"] == "SGD" for group in history.groups)
-    costs |= is_plain and usual > _SHORT and trend(history.loss.finite.part(0.5, 1))[0] == "falls"
-    return history.finding(
-        "always-clipped",
-        "",
-        {
-            "share of clipped steps": shares.values[-1],
-            "median norm": norms.median,
-            "norm after it" if run.adaptive else "bound": clipped.median,
-        },
-        f"Nearly every step is clipped, to {usual:.3g} times less than its norm: "
-        "the bound sets the length of the step, not the gradient.",
-        f"Raise {'the limit of the adaptive clip' if run.adaptive else 'max_norm'} until a gradient of the median norm, "
-        f"{norms.median:.2g}, passes it and only outliers are clipped.",
-        68.0,
-        severity="warning" if costs else "info",
-        steps=norms.steps,
-    )
+        is_plain = bool(history.groups) and all(group["optimizer"] == "SGD" for group in history.groups)
+        costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and history.learning.state != "falls")
+        costs |= is_plain and usual > _SHORT and trend(history.loss.finite.part(0.5, 1))[0] == "falls"
+        severity, weight = "warning" if costs else "info", 68.0
+    return history.finding("always-clipped", "", evidence, cause, advice, weight, severity, norms.steps)
 
 
 def _never(history: History, norms: Series) -> list[Finding]:
     pairs = history.applied("grad_norm").finite.beside(history.applied("grad_norm_after_clip").finite)
-    if any(
-        abs(before - after) > _SAME * before for _, before, after in pairs
-    ):  # what changes norms, and reduces none, is no clip
-        return []
-    far = _outliers(norms)
+    if any(abs(before - after) > _SAME * before for _, before, after in pairs):
+        return []  # what changes norms, and reduces none, is no clip
+    far, limit = _outliers(norms), history.clip_bound
     spiky = 2 <= len(far) < len(norms) / 10
-    limit, bound = history.clip_bound, f"two or three times the median norm, {norms.median:.2g}"
     if limit is not None and not spiky and not (limit and far):
         return []  # a bound that nothing has to reach, or a norm that the trainer only measures
-    made = f"No gradient reaches the bound of the clip, {limit:g}" if limit else "Gradients are not clipped"
-    if limit is None:
-        made = (
-            "The loop writes to gradients between backward and the optimizer's step, as a clip does, and never makes them smaller"
-        )
-    return history.finding(
-        "never-clipped",
-        "",
-        {"median norm": norms.median, "largest": max(norms.values), "outliers": float(len(far))},
-        made + (f", though {len(far)} steps had more than ten times the norm of those around them." if spiky else "."),
-        f"Clip the norm of all gradients to {bound}"
-        + ("; a clip that is there has a bound above all norms, or an infinite one." if limit is None else ".")
-        if spiky
-        else "Nothing has to be done: no step has an outlier for a bound to stop, and one above all norms only measures them."
-        if not far
-        else f"Nothing has to be done: a bound above all norms only measures them. One that is to stop outliers is {bound}.",
-        77.5 if spiky else 0.5,  # below all that it might be taken for a cause of
-        severity="warning" if spiky and not history.learning.has_fallen else "info",
-        steps=far if spiky else norms.steps,
-    )
+    made = "The loop writes to gradients between backward and the optimizer's step, as a clip does, and never makes them smaller"
+    if limit is not None:
+        made = f"No gradient reaches the bound of the clip, {limit:g}" if limit else "Gradients are not clipped"
+    cause = made + (f", though {len(far)} steps had more than ten times the norm of those around them." if spiky else ".")
+    bound = f"two or three times the median norm, {norms.median:.2g}"
+    advice = f"Nothing has to be done: a bound above all norms only measures them. One that is to stop outliers is {bound}."
+    if spiky:
+        there = "; a clip that is there has a bound above all norms, or an infinite one." if limit is None else "."
+        advice = f"Clip the norm of all gradients to {bound}{there}"
+    elif not far:
+        advice = "Nothing has to be done: no step has an outlier for a bound to stop, and one above all norms only measures them."
+    evidence = {"median norm": norms.median, "largest": max(norms.values), "outliers": float(len(far))}
+    severity: Severity = "warning" if spiky and not history.learning.has_fallen else "info"
+    weight = 77.5 if spiky else 0.5  # below all that it might be taken for a cause of
+    return history.finding("never-clipped", "", evidence, cause, advice, weight, severity, far if spiky else norms.steps)
 
 
 def _outliers(norms: Series) -> list[int]:
@@ -528,25 +493,18 @@ def check_attention(history: History) -> list[Finding]:
 
 
 def _collapse(history: History, entropies: Mapping[str, Series]) -> list[Finding]:
-    low = {name: series.median for name, series in entropies.items() if len(series) >= _FEWEST_VALUES}
-    low = {name: level for name, level in low.items() if level < _COLLAPSED}
-    if not low:
+    levels = {name: series.median for name, series in entropies.items() if len(series) >= _FEWEST_VALUES}
+    worst = sorted((name for name in levels if levels[name] < _COLLAPSED), key=levels.__getitem__)
+    if not worst:
         return []
-    worst = sorted(low, key=lambda name: low[name])
     series = entropies[worst[0]]
     at = history.beginning(series.steps)
     first = math.nan if at is None else series.values[at]
-    since = ", from the start on" if first < _COLLAPSED else ""
-    return history.finding(
-        "attention-entropy-collapse",
-        worst[0],
-        {"entropy / largest possible": low[worst[0]], **({} if at is None else {"at the beginning": first})},
-        f"The heads of this layer look at one or two keys only{since}.{also_in(worst)}",
-        "Check that logits are divided by sqrt(width of a head); normalise queries and keys, or lower the learning rate.",
-        64.5,
-        severity="warning" if first < _BROKEN else None,
-        steps=series.steps,
-    )
+    evidence = {"entropy / largest possible": levels[worst[0]], **({} if at is None else {"at the beginning": first})}
+    cause = f"The heads of this layer look at one or two keys only{', from the start on' if first < _COLLAPSED else ''}."
+    advice = "Check that logits are divided by sqrt(width of a head); normalise queries and keys, or lower the learning rate."
+    severity: Severity | None = "warning" if first < _BROKEN else None
+    return history.finding("attention-entropy-collapse", worst, evidence, cause, advice, 64.5, severity, series.steps)
 
 
 def _growth(history: History, logits: Mapping[str, Series]) -> list[Finding]:
@@ -555,14 +513,9 @@ def _growth(history: History, logits: Mapping[str, Series]) -> list[Finding]:
     if not grown:
         return []
     worst = sorted(grown, key=lambda name: -grown[name])
-    series = logits[worst[0]]
-    return history.finding(
-        "attention-logit-growth",
-        worst[0],
-        {"largest logit at the beginning": series.values[0], "at the end": grown[worst[0]]},
-        f"The attention logits of this layer grow; a softmax of such logits passes no gradient on.{also_in(worst)}",
-        "Normalise queries and keys (qk-norm), cap the logits, or lower the learning rate of the query and key projections.",
-        65.0,
-        severity="warning" if grown[worst[0]] > _FAR_TOO_LARGE or history.learning.is_stuck else "info",
-        steps=series.steps,
-    )
+    series, level = logits[worst[0]], grown[worst[0]]
+    evidence = {"largest logit at the beginning": series.values[0], "at the end": level}
+    cause = "The attention logits of this layer grow; a softmax of such logits passes no gradient on."
+    advice = "Normalise queries and keys (qk-norm), cap the logits, or lower the learning rate of the query and key projections."
+    severity: Severity = "warning" if level > _FAR_TOO_LARGE or history.learning.is_stuck else "info"
+    return history.finding("attention-logit-growth", worst, evidence, cause, advice, 65.0, severity, series.steps)

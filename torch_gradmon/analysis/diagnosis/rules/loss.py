@@ -10,10 +10,9 @@ from statistics import median_high
 import torch
 
 from ....core import keys as n
-from ....core.formatting import also_in, listed, times
+from ....core.formatting import listed, times
 from ....core.loop_mistakes import MISTAKES, RANK_FAULTS, SETUP_MISTAKES, LoopFinding
-from ....core.moments import Column
-from ....core.records import NON_FINITE_INPUT, Severity, StatsTable
+from ....core.records import NON_FINITE_INPUT, Severity
 from ..findings import Finding, NotMeasured
 from ..history import PERHAPS, History, Precautions, falls_without_bound, may_fall, rank_shift, spread, trend
 from ..series import Matrix, Series, lower_median
@@ -85,23 +84,15 @@ def _leapt(history: History) -> list[Finding]:
     when = f"in step {step}" if step == last + 1 else f"between steps {last} and {step}"
     end = history.steps[first + leap.stop - 1]
     stays = "stayed there" if end == history.steps[-1] else f"stayed there until step {end}"
-    return history.finding(
-        "learning-rate-high",
-        "",
-        {
-            "learning rate before": rate[leap.start - 1],
-            "from then on": rate[leap.start],
-            "loss before": lower_median(before),
-            "at the end": lower_median(end_loss),
-        },
-        f"The learning rate{of} rose to {times(rate[leap.start] / rate[leap.start - 1])} what it was {when} and {stays}, and the loss is "
-        "worse since then.",
+    low, high = rate[leap.start - 1], rate[leap.start]
+    losses = {"loss before": lower_median(before), "at the end": lower_median(end_loss)}
+    cause = f"The learning rate{of} rose to {times(high / low)} what it was {when} and {stays}, and the loss is worse since then."
+    advice = (
         "See what sets the rate in that step, such as a schedule, a resumed checkpoint or a rate in other units; otherwise raise it in "
-        "small steps.",
-        88.0,
-        severity="info" if history.need_not_fall else "warning",
-        steps=(step, history.steps[-1]),
+        "small steps."
     )
+    evidence, span = {"learning rate before": low, "from then on": high, **losses}, (step, history.steps[-1])
+    return history.finding("learning-rate-high", "", evidence, cause, advice, 88.0, history.alarm, span)
 
 
 def _leap(rates: Sequence[float]) -> range | None:
@@ -125,23 +116,20 @@ def _ran_out(history: History) -> list[Finding]:
     loss = history.loss.finite
     if history.learning.state == "unknown" or history.need_not_fall:
         return []
-    share, since = _SPENT, _below(history, _SPENT, _TOO_EARLY)
+    share, since = "thousandth", _below(history, _SPENT, _TOO_EARLY)
     if since is None and not history.learning.has_fallen:
-        share, since = _LITTLE_LEFT, _below(history, _LITTLE_LEFT, 1 - _TOO_EARLY)
-    if since is not None and trend(rest := loss.since(since))[0] == "falls":
-        head = rest.part(0, 0.2).median
-        since = None if head - rest.part(0.8, 1).median > _LITTLE * abs(head) else since
+        share, since = "fiftieth", _below(history, _LITTLE_LEFT, 1 - _TOO_EARLY)
     if since is None:
         return []
-    evidence = {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median}
+    head, end = loss.since(since).part(0, 0.2).median, loss.since(since).part(0.8, 1).median
+    if trend(loss.since(since))[0] == "falls" and head - end > _LITTLE * abs(head):
+        return []
+    evidence = {"loss then": head, "loss at the end": loss.part(0.8, 1).median}
     cause = (
-        f"The learning rate fell below a {'thousandth' if share == _SPENT else 'fiftieth'} of its largest value long before the end, "
-        "and since then the loss hardly falls."
+        f"The learning rate fell below a {share} of its largest value long before the end, and since then the loss hardly falls."
     )
     advice = "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher."
-    return history.finding(
-        "learning-rate-low", "", evidence, cause, advice, 60.0, severity="warning", steps=(since, loss.steps[-1])
-    )
+    return history.finding("learning-rate-low", "", evidence, cause, advice, 60.0, "warning", (since, loss.steps[-1]))
 
 
 def _below(history: History, share: float, least: float) -> int | None:
@@ -164,20 +152,18 @@ def _high(history: History, ratios: Matrix) -> list[Finding]:
     rises = not loss or (worst - 1) * loss.values[0] > _SPREADS * spread(loss.part(0.8, 1)) or not loss.values[0] > 0
     is_high = typical > _HIGH and (worst > _LEFT or (is_stuck and (stays or rises)))
     is_high |= typical > _PART_HIGH and worst > _FAR
-    if is_high or (typical > _KILLS and history.learning.is_stuck and _died(history)):
-        is_late = history.misses_beginning(ratios.steps)
-        first = f"The first measured updates, from step {ratios.steps[0]} on," if is_late else "The first updates"
-        return history.finding(
-            "learning-rate-high",
-            "",
-            {"update / weight": typical, "learning rate": max(history.rates) or math.nan, "worst loss / first loss": worst},
-            f"{first} are a large part of the weights themselves, and the loss suffers.",
-            "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
-            f"{Precautions(history).warm_up_advice}.",
-            85.0,
-            severity="warning" if worst > _FAR or fails else "info",
-        )
-    return []
+    if not is_high and not (typical > _KILLS and history.learning.is_stuck and _died(history)):
+        return []
+    is_late = history.misses_beginning(ratios.steps)
+    first = f"The first measured updates, from step {ratios.steps[0]} on," if is_late else "The first updates"
+    evidence = {"update / weight": typical, "learning rate": max(history.rates) or math.nan, "worst loss / first loss": worst}
+    cause = f"{first} are a large part of the weights themselves, and the loss suffers."
+    advice = (
+        "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
+        f"{Precautions(history).warm_up_advice}."
+    )
+    severity: Severity = "warning" if worst > _FAR or fails else "info"
+    return history.finding("learning-rate-high", "", evidence, cause, advice, 85.0, severity)
 
 
 def _low(history: History, ratios: Matrix) -> list[Finding]:
@@ -187,15 +173,13 @@ def _low(history: History, ratios: Matrix) -> list[Finding]:
     # updates may point one way, and are measured on some steps only
     together = largest * (history.steps[-1] - history.steps[0] + 1)
     is_slow = (history.learning.is_at_chance or history.learning.is_worse) and together < _TOGETHER
-    if largest > 0 and (is_slow or (largest < _LOW and history.learning.state in ("flat", "rises"))):
-        evidence = {"update / weight": largest, "learning rate": max(history.rates) or math.nan}
-        cause = "No weight moves by more than a tiny part of itself in a step, and the loss does not fall."
-        advice = (
-            f"{_WARMS_UP if Precautions(history).raises else 'Raise'} the learning rate, by ten at a time, until updates are about a "
-            "thousandth of the weights."
-        )
-        return history.finding("learning-rate-low", "", evidence, cause, advice, 60.0)
-    return []
+    if not largest > 0 or not (is_slow or (largest < _LOW and history.learning.state in ("flat", "rises"))):
+        return []
+    evidence = {"update / weight": largest, "learning rate": max(history.rates) or math.nan}
+    cause = "No weight moves by more than a tiny part of itself in a step, and the loss does not fall."
+    raised = _WARMS_UP if Precautions(history).raises else "Raise"
+    advice = f"{raised} the learning rate, by ten at a time, until updates are about a thousandth of the weights."
+    return history.finding("learning-rate-low", "", evidence, cause, advice, 60.0)
 
 
 def _died(history: History) -> bool:
@@ -220,26 +204,23 @@ def _harm(history: History) -> tuple[float, bool]:
 def _high_parts(history: History, ratios: Matrix, is_alone: bool) -> list[Finding]:
     """``is_alone``: no rate of the whole model is at fault."""
     usual = ratios.part(0.25, 1).medians()
-    high = sorted((name for name, value in usual.items() if value > _PART_HIGH), key=lambda name: -usual[name])
+    high = {name: value for name, value in usual.items() if value > _PART_HIGH}
     # the loss left upwards at the beginning
     is_early = not high and is_alone and _harm(history)[0] > _FAR and not history.misses_beginning(ratios.steps)
     if is_early:
         usual = ratios.part(0, 0.1).largest()
-        high = sorted((name for name, value in usual.items() if value > _HIGH), key=lambda name: -usual[name])
+        high = {name: value for name, value in usual.items() if value > _HIGH}
     if not high:
         return []
-    return history.finding(
-        "update-ratio-high",
-        high[0],
-        {"update / weight": usual[high[0]], "typical of all": lower_median(usual.values())},
-        f"The first steps change these weights by {_part(usual[high[0]])}, and the loss rises.{also_in(high)}"
-        if is_early
-        else f"Each step changes these weights by {_part(usual[high[0]])}, so they forget within a few steps.{also_in(high)}",
-        "Lower the learning rate." if 2 * len(high) > len(usual) > 1 else f"Lower the learning rate of {_group(history)}.",
-        70.0,
-        severity="warning" if is_early else "info" if history.rests_at_chance else None,
-        steps=ratios.steps,
-    )
+    worst = sorted(high, key=lambda name: -high[name])
+    evidence = {"update / weight": high[worst[0]], "typical of all": lower_median(usual.values())}
+    cause = f"Each step changes these weights by {_part(high[worst[0]])}, so they forget within a few steps."
+    if is_early:
+        cause = f"The first steps change these weights by {_part(high[worst[0]])}, and the loss rises."
+    of_some = "" if 2 * len(high) > len(usual) > 1 else f" of {_group(history)}"
+    severity: Severity | None = "warning" if is_early else "info" if history.rests_at_chance else None
+    advice = f"Lower the learning rate{of_some}."
+    return history.finding("update-ratio-high", worst, evidence, cause, advice, 70.0, severity, ratios.steps)
 
 
 def _part(ratio: float) -> str:
@@ -249,22 +230,18 @@ def _part(ratio: float) -> str:
 def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
     usual = ratios.medians()
     gradients = history.ratio(n.GRADIENT, n.PARAMETER) or history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER)
-    if not gradients:
-        return []
     typical = max(usual.values(), default=0.0)
     candidates = history.always_reached.intersection(usual)
     # update over gradient, the effective rate
     steps = {name: usual[name] / gradient for name, gradient in gradients.medians().items() if gradient and name in candidates}
-    slow, largest = min(_PART_LOW, typical / _BEHIND), max(steps.values(), default=0.0)
-    low = sorted(
-        (name for name in steps if usual[name] < slow and steps[name] < _OWN_RATE * largest), key=lambda name: usual[name]
-    )
+    slow, fast = min(_PART_LOW, typical / _BEHIND), _OWN_RATE * max(steps.values(), default=0.0)
+    low = sorted((name for name in steps if usual[name] < slow and steps[name] < fast), key=usual.__getitem__)
     if not low:
         return []
     evidence = {"update / weight": usual[low[0]], "largest of the others": typical, "parameters like this": float(len(low))}
-    cause = f"These weights have gradients but hardly move, while others do.{also_in(low)}"
+    cause = "These weights have gradients but hardly move, while others do."
     advice = f"Raise the learning rate of {_group(history)}; if it should not change, freeze it with requires_grad_(False)."
-    return history.finding("update-ratio-low", low[0], evidence, cause, advice, 55.0, steps=ratios.steps)
+    return history.finding("update-ratio-low", low, evidence, cause, advice, 55.0, steps=ratios.steps)
 
 
 def _group(history: History) -> str:
@@ -296,17 +273,15 @@ def check_units(history: History) -> list[Finding]:
 
 
 def _dead(history: History) -> list[Finding]:
-    sparsity = history.gradients("sparsity")
-    usual = sparsity.part(0.5, 1).medians()
+    sparsity, outputs = history.gradients("sparsity"), history.matrix(n.ACTIVATION, "sparsity")
     sizes = history.gradients("max").part(0.5, 1).medians()
     # gradients that vanished altogether also count as near zero
-    usual = {name: share for name, share in usual.items() if sizes.get(name, 0.0) > _CLEAR}
+    usual = {name: share for name, share in sparsity.part(0.5, 1).medians().items() if sizes.get(name, 0.0) > _CLEAR}
     rows = {  # a dead unit leaves a row of zeros in the gradient, and a zero in that of the bias
         name.rpartition(".")[0]: min(usual[name], usual[bias])
         for name in usual
         if name in history.matrices and (bias := f"{name.rpartition('.')[0]}.bias") in usual
     }
-    outputs = history.matrix(n.ACTIVATION, "sparsity")
     kinds = set(history.kinds.values())
     if kinds & (_NEVER_FLAT | _TANH | _SIGMOID) and not kinds & _RELU:  # zeros in gradients have other reasons
         rows = {}
@@ -317,17 +292,12 @@ def _dead(history: History) -> list[Finding]:
     if not found:
         return []
     worst = sorted(found, key=lambda name: -found[name])
-    measured = outputs if worst[0] in silent else sparsity
-    return history.finding(
-        "dead-units",
-        worst[0],
-        {"share of silent units": found[worst[0]], "layers like this": float(len(worst))},
-        f"Most units of this layer are zero for all inputs; no gradient reaches them, so they stay so.{also_in(worst)}",
-        "Start biases at 0, use LeakyReLU or GELU, or lower the learning rate.",
-        76.0,
-        severity="warning" if found[worst[0]] == 1 and _cut_off(history) > _CUT_OFF else None,
-        steps=measured.part(0.5, 1).steps,
-    )
+    share, steps = found[worst[0]], (outputs if worst[0] in silent else sparsity).part(0.5, 1).steps
+    evidence = {"share of silent units": share, "layers like this": float(len(worst))}
+    cause = "Most units of this layer are zero for all inputs; no gradient reaches them, so they stay so."
+    advice = "Start biases at 0, use LeakyReLU or GELU, or lower the learning rate."
+    severity: Severity | None = "warning" if share == 1 and _cut_off(history) > _CUT_OFF else None
+    return history.finding("dead-units", worst, evidence, cause, advice, 76.0, severity, steps)
 
 
 def _cut_off(history: History) -> float:
@@ -340,25 +310,19 @@ def _cut_off(history: History) -> float:
 
 def saturated(history: History) -> dict[str, float]:
     """The mean square of the outputs of layers that lie at the ends of their range; empty where outputs were not measured."""
-    sums: dict[str, list[float]] = {}
-    for _, table in _late_outputs(history):
-        count = table.rows[:, Column.COUNT].clamp(min=1)
-        mean, square = table.rows[:, Column.SUM] / count, table.rows[:, Column.SQUARE_SUM] / count
-        kinds = [history.kinds.get(name.partition("[")[0], "") for name in table.names]  # one name for each of several outputs
-        is_sigmoid = torch.tensor([kind in _SIGMOID for kind in kinds], dtype=torch.bool, device="cpu")
-        stretched = torch.where(is_sigmoid, 4 * (square - mean) + 1, square)  # 2 x - 1 lies between -1 and 1
-        for name, kind, value in zip(table.names, kinds, stretched.tolist(), strict=True):
-            if kind in _TANH | _SIGMOID:
-                sums.setdefault(name, []).append(value)
-    usual = {name: median_high(values) for name, values in sums.items()}
-    return {name: value for name, value in usual.items() if value > _SATURATED}
-
-
-def _late_outputs(history: History) -> list[tuple[int, StatsTable]]:
-    """The last three quarters of the steps in which outputs were measured, which may be a few after a spike."""
-    tables = [(record.step, record.tables[n.ACTIVATION]) for record in history.records if n.ACTIVATION in record.tables]
-    tables = [(step, table) for step, table in tables if {Column.SUM, Column.SQUARE_SUM} <= table.columns]
-    return tables[len(tables) // 4 :]
+    sizes = history.matrix(n.ACTIVATION, "rms").part(0.25, 1)
+    means = history.matrix(n.ACTIVATION, "mean").of(sizes.steps, sizes.names)
+    kinds = [history.kinds.get(name.partition("[")[0], "") for name in means.names]  # one name for each of several outputs
+    is_sigmoid = torch.tensor([kind in _SIGMOID for kind in kinds], dtype=torch.bool, device="cpu")
+    squares = sizes.values.square()
+    stretched = torch.where(is_sigmoid, 4 * (squares - means.values) + 1, squares)  # 2 x - 1 lies between -1 and 1
+    # the upper median
+    usual = means.by_name(-(-stretched).nanmedian(0).values) if means else {}
+    return {
+        name: usual[name]
+        for name, kind in zip(means.names, kinds, strict=True)
+        if kind in _TANH | _SIGMOID and usual[name] > _SATURATED
+    }
 
 
 def _saturated(history: History) -> list[Finding]:
@@ -367,11 +331,10 @@ def _saturated(history: History) -> list[Finding]:
     if not worst:
         return []
     evidence = {"mean square of outputs, at most 1": usual[worst[0]], "layers like this": float(len(worst))}
-    cause = f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also_in(worst)}"
+    cause = "The outputs of this layer lie at the ends of their range, where its slope is zero."
     advice = "Normalise the inputs, draw the weights smaller, or put a norm before it."
-    return history.finding(
-        "saturated-units", worst[0], evidence, cause, advice, 77.0, steps=[step for step, _ in _late_outputs(history)]
-    )
+    steps = history.matrix(n.ACTIVATION, "rms").part(0.25, 1).steps
+    return history.finding("saturated-units", worst, evidence, cause, advice, 77.0, steps=steps)
 
 
 # --- Mistakes of the loop ---
@@ -440,13 +403,11 @@ def check_skipped(history: History) -> list[Finding]:
     what = f"; {which} a gradient was NaN or infinite" if bad else ""
     those = "1 step was" if len(steps) == 1 else f"{len(steps)} steps were"
     evidence = {"skipped steps": float(len(steps)), "with NaN or Inf": float(len(bad))}
-    cause = f"{those} skipped, {listed([str(step) for step in steps], _STEPS_NAMED)}{what}: their gradients changed no parameter."
-    advice = (
-        "Look for NaN and Inf in the batches of these steps with torch.isfinite, since each epoch brings them again."
-        if bad
-        else "Nothing has to be done if they are few; otherwise look at their batches, or raise the threshold of the detector."
-    )
-    return history.finding("steps-skipped", "", evidence, cause, advice, 14.0, severity="info", steps=steps)
+    cause = f"{those} skipped, {listed(map(str, steps), _STEPS_NAMED)}{what}: their gradients changed no parameter."
+    advice = "Nothing has to be done if they are few; otherwise look at their batches, or raise the threshold of the detector."
+    if bad:
+        advice = "Look for NaN and Inf in the batches of these steps with torch.isfinite, since each epoch brings them again."
+    return history.finding("steps-skipped", "", evidence, cause, advice, 14.0, "info", steps)
 
 
 # --- The loss ---
@@ -503,36 +464,29 @@ def _at_chance(history: History, loss: Series) -> list[Finding]:
     if not history.learning.is_at_chance or _is_warming_up(history):
         return []
     what = "the mean square around the targets' mean" if history.chance.get("is square") else "the entropy of the labels"
-    return history.finding(
-        "loss-at-chance",
-        "",
-        {"loss at the end": tail.median, "of a constant answer": chance, "examples seen": history.chance["examples"]},
-        f"{history.the_loss} ends where that of a model lies which gives all inputs the same answer, {what}: little "
-        "or nothing is learnt about the targets.",
-        "Check that inputs and targets belong together, that no mask or reshape mixes examples, and that the loss depends on the inputs. "
-        "Overfit one batch, then try another learning rate. If the targets are mostly noise, this may be all there is to learn.",
-        62.0,
-        severity="info" if history.is_resumed or _is_unclear(loss, loss.part(0.5, 0.75), loss.part(0.75, 1)) else "warning",
-        steps=loss.steps,
+    evidence = {"loss at the end": tail.median, "of a constant answer": chance, "examples seen": history.chance["examples"]}
+    cause = (
+        f"{history.the_loss} ends where that of a model lies which gives all inputs the same answer, {what}: little or nothing is learnt "
+        "about the targets."
     )
+    advice = (
+        "Check that inputs and targets belong together, that no mask or reshape mixes examples, and that the loss depends on the inputs. "
+        "Overfit one batch, then try another learning rate. If the targets are mostly noise, this may be all there is to learn."
+    )
+    is_open = history.is_resumed or _is_unclear(loss, loss.part(0.5, 0.75), loss.part(0.75, 1))
+    return history.finding("loss-at-chance", "", evidence, cause, advice, 62.0, "info" if is_open else "warning", loss.steps)
 
 
 def _unbounded(history: History, loss: Series) -> list[Finding]:
     if not falls_without_bound(loss):
         return []
-    return history.finding(
-        "loss-divergence",
-        "",
-        {
-            f"loss {when}": loss.part(at, at + 0.2).median
-            for when, at in (("at the beginning", 0.0), ("in the middle", 0.4), ("at the end", 0.8))
-        },
-        f"{history.the_loss} falls below 0, and ever faster: nothing bounds it.",
-        "Look at the sign of each term, at a penalty that is subtracted, and at a loss that takes logarithms of probabilities.",
-        86.0,
-        severity="info" if history.need_not_fall else "warning",
-        steps=loss.steps,
+    times = {"at the beginning": 0.0, "in the middle": 0.4, "at the end": 0.8}
+    evidence = {f"loss {when}": loss.part(at, at + 0.2).median for when, at in times.items()}
+    cause = f"{history.the_loss} falls below 0, and ever faster: nothing bounds it."
+    advice = (
+        "Look at the sign of each term, at a penalty that is subtracted, and at a loss that takes logarithms of probabilities."
     )
+    return history.finding("loss-divergence", "", evidence, cause, advice, 86.0, history.alarm, loss.steps)
 
 
 def _raised(history: History, loss: Series) -> list[Finding]:
@@ -547,9 +501,8 @@ def _raised(history: History, loss: Series) -> list[Finding]:
     evidence = {"learning rate": max(history.rates), "loss at its best": best.median, "at the end": tail.median}
     cause = f"{history.the_loss} has stopped falling, and the learning rate still rises."
     advice = "End the warm-up, or end the schedule that raises it, about where the loss was at its best."
-    return history.finding(
-        "loss-divergence", "", evidence, cause, advice, 86.0, severity="warning", steps=(best.steps[-1], history.steps[-1])
-    )
+    span = best.steps[-1], history.steps[-1]
+    return history.finding("loss-divergence", "", evidence, cause, advice, 86.0, "warning", span)
 
 
 def _divergence(history: History, loss: Series) -> list[Finding]:
@@ -563,20 +516,15 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
     best, is_back = best or fifth, tail.median <= first
     is_far = tail.median > _FAR_ABOVE * first or tail.median > _LOST * best.median > 0
     is_lost = is_far or is_back or (_is_steady(loss) and not tail.median < _HARDLY * history.chance.get("loss", 0.0))
-    return history.finding(
-        "loss-divergence",
-        "",
-        {"loss at the beginning": first, "at its best": best.median, "at the end": tail.median},
-        f"{history.the_loss} rises again, and loses a good part of its fall."
-        if is_back
-        else f"{history.the_loss} rises, and ends above where it began.",
-        f"{_NEED_NOT_FALL if history.need_not_fall else ''}Lower the learning rate"
-        f"{', or end the schedule that raises it' if Precautions(history).raises else ''}; look at the sign of the loss and of each "
-        "penalty, and for maximize=True.",
-        75.5,
-        severity="warning" if not history.need_not_fall and is_lost else "info",
-        steps=(best.steps[-1], tail.steps[-1]),
+    evidence = {"loss at the beginning": first, "at its best": best.median, "at the end": tail.median}
+    fate = "rises again, and loses a good part of its fall" if is_back else "rises, and ends above where it began"
+    schedule = ", or end the schedule that raises it" if Precautions(history).raises else ""
+    advice = (
+        f"{_NEED_NOT_FALL if history.need_not_fall else ''}Lower the learning rate{schedule}; look at the sign of the loss and of each "
+        "penalty, and for maximize=True."
     )
+    severity, span = history.alarm if is_lost else "info", (best.steps[-1], tail.steps[-1])
+    return history.finding("loss-divergence", "", evidence, f"{history.the_loss} {fate}.", advice, 75.5, severity, span)
 
 
 def _best(loss: Series, parts: int) -> Series:
@@ -601,22 +549,24 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
     is_open = history.learning.state == "flat" and (_is_unclear(loss, head, tail) or (shift < -PERHAPS and not is_little))
     is_open |= _is_warming_up(history)
     at_rest = history.may_rest and history.learning.state == "flat"
-    fell, has_rested = history.learning.state == "falls", tail.median < _RESTS * head.median
-    later, is_unusual = loss.part(_BEGINNING, 1), not history.chance.get("loss")
+    fell, later, is_unusual = history.learning.state == "falls", loss.part(_BEGINNING, 1), not history.chance.get("loss")
     is_open |= fell and is_unusual and tail.median < _FELL * max(loss.values[0], head.median)
     begins, ends = later.part(0, 0.2), later.part(0.8, 1)
     is_open |= fell and (_is_unclear(loss, begins, ends) or rank_shift(begins.values, ends.values) < -PERHAPS)
-    return history.finding(
-        "loss-plateau",
-        "",
-        {"loss at the beginning": head.median, "at the end": tail.median, "its noise": spread(tail)},
-        _cause(history.the_loss, fell, has_rested, is_open, at_rest),
+    noise = ", as far as its noise and the few steps show" if is_open else ""
+    rest = "; the training began earlier, and may have converged" if at_rest else ""
+    fate = f"does not fall{noise}{rest}"
+    if tail.median < _RESTS * head.median:
+        fate = "fell at the beginning, and rests since then"
+    elif fell:
+        fate = "fell by less than a third, and does not fall any more"
+    evidence = {"loss at the beginning": head.median, "at the end": tail.median, "its noise": spread(tail)}
+    advice = (
         "If nothing else is found, check that inputs and targets belong together and that the loss depends on the model. "
-        "Overfit one batch, then try another learning rate.",
-        20.0,
-        severity="warning" if not (history.need_not_fall or is_open or at_rest) and _is_steady(loss) else "info",
-        steps=loss.steps,
+        "Overfit one batch, then try another learning rate."
     )
+    severity = "info" if is_open or at_rest or not _is_steady(loss) else history.alarm
+    return history.finding("loss-plateau", "", evidence, f"{history.the_loss} {fate}.", advice, 20.0, severity, loss.steps)
 
 
 def _is_unclear(loss: Series, before: Series, after: Series) -> bool:
@@ -624,16 +574,6 @@ def _is_unclear(loss: Series, before: Series, after: Series) -> bool:
     if len(before) < _RANKED:
         return True
     return len(loss) < _MANY and may_fall(before, after, _PLATEAU_FALL * len(loss) / _MANY * abs(before.median))
-
-
-def _cause(the_loss: str, fell: bool, has_rested: bool, is_open: bool, at_rest: bool) -> str:
-    if has_rested:
-        return f"{the_loss} fell at the beginning, and rests since then."
-    if fell:
-        return f"{the_loss} fell by less than a third, and does not fall any more."
-    noise = ", as far as its noise and the few steps show" if is_open else ""
-    rest = "; the training began earlier, and may have converged" if at_rest else ""
-    return f"{the_loss} does not fall{noise}{rest}."
 
 
 def _is_steady(loss: Series) -> bool:

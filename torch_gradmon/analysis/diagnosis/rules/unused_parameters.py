@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from ....core import keys as n
-from ....core.formatting import also_in, listed, percent
+from ....core.formatting import listed, percent
 from ....core.keys import blocks_of
-from ....core.loop_mistakes import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE, LoopFinding
+from ....core.loop_mistakes import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE
 from ....core.records import Severity
 from ..findings import Finding, NotMeasured
 from ..history import History, falls_without_bound, spread
@@ -55,21 +55,19 @@ def check_bounds(history: History) -> list[Finding]:
     still = [name for name, at in vectors.items() if _is_same(at, high[name]) and not _is_same(at, first[name])]
     for bound in dict.fromkeys(low[name] for name in still):
         there = [name for name in still if _is_same(low[name], bound)]
-        if len({sizes.get(name) for name in there}) < 2:
-            continue
         parts = zip(*(name.split(".")[:-1] for name in there), strict=False)
         within = [each[0] for each in takewhile(lambda each: len({*each}) == 1, parts)]  # the modules that contain all
         weights = [name for name in rms.names if name in history.matrices and name.split(".")[: len(within)] == within]
-        if weights and all(_NEARLY * bound < low[name] and high[name] <= (1 + _ROUNDING) * bound for name in weights):
+        is_at_bound = all(_NEARLY * bound < low[name] and high[name] <= (1 + _ROUNDING) * bound for name in weights)
+        if weights and is_at_bound and len({sizes.get(name) for name in there}) > 1:
             evidence = {"bound": bound, "smallest root mean square of a matrix": min(map(low.__getitem__, weights))}
-            cause = f"All weights are about {bound:.3g} or -{bound:.3g}: they sit on the bound of a clamp.{also_in(weights)}"
+            cause = f"All weights are about {bound:.3g} or -{bound:.3g}: they sit on the bound of a clamp."
             advice = (
                 "Widen the bound, or take a penalty instead, as of the gradient's norm in a Wasserstein GAN; with a smaller learning rate "
                 "they reach it later."
             )
-            return history.finding(
-                "weights-at-bound", weights[0], evidence, cause, advice, 79.0, severity="warning", steps=rms.steps[-len(ends) :]
-            )
+            steps = rms.steps[-len(ends) :]
+            return history.finding("weights-at-bound", weights, evidence, cause, advice, 79.0, "warning", steps)
     return []
 
 
@@ -90,20 +88,13 @@ def check_weights(history: History) -> list[Finding]:
     harms = history.learning.is_stuck or history.learning.state == "rises"
     harms |= history.learning.state != "unknown" and falls_without_bound(history.loss.finite)
     is_cause = runs_away and _grows_by_itself(history, worst[0], growth)  # it kills units and makes the loss rise
-    return history.finding(
-        "weight-growth",
-        worst[0],
-        {
-            "norm at the beginning": growth.series.values[0],
-            "at the end": growth.series.values[-1],
-            "growth in the last third": math.exp(growth.last),
-        },
-        f"The weights have grown by a factor of {growth.factor:.3g}, and go on growing.{also_in(worst)}",
-        "Look for a penalty or a weight decay with the wrong sign; lower the learning rate, or raise the weight decay.",
-        77.0 if is_cause else 69.0 if runs_away else 45.0,
-        severity="warning" if harms or runs_away else "info",
-        steps=growth.series.steps,
-    )
+    norm = growth.series.values
+    evidence = {"norm at the beginning": norm[0], "at the end": norm[-1], "growth in the last third": math.exp(growth.last)}
+    cause = f"The weights have grown by a factor of {growth.factor:.3g}, and go on growing."
+    advice = "Look for a penalty or a weight decay with the wrong sign; lower the learning rate, or raise the weight decay."
+    weight = 77.0 if is_cause else 69.0 if runs_away else 45.0
+    severity: Severity = "warning" if harms or runs_away else "info"
+    return history.finding("weight-growth", worst, evidence, cause, advice, weight, severity, growth.series.steps)
 
 
 def _is_small(history: History, sizes: Mapping[str, float], name: str, growth: _Growth) -> bool:
@@ -146,17 +137,15 @@ def check_latent(history: History) -> list[Finding]:
     if len(outputs.steps) < _STEPS_COLLAPSED:
         return []
     first, last = outputs.part(0, 0.1).largest(), outputs.part(0.8, 1).medians()
-    for one, other in _pairs(history, outputs):
-        if all(last.get(name, 1.0) < min(_NOTHING, first.get(name, 0.0) / _FALLEN) for name in (one, other)):
-            evidence = {f"root mean square of {name}": last[name] for name in (one, other)}
+    for pair in _pairs(history, outputs):
+        if all(last.get(name, 1.0) < min(_NOTHING, first.get(name, 0.0) / _FALLEN) for name in pair):
+            evidence = {f"root mean square of {name}": last[name] for name in pair}
             cause = "Mean and log variance of the latent are those of the prior, 0, for all inputs: the decoder learns nothing about them."
             advice = (
                 "Give the reconstruction its full weight, summed over pixels where the divergence is summed over latents; let the weight "
                 "of the divergence rise from 0."
             )
-            return history.finding(
-                "posterior-collapse", one, evidence, cause, advice, 79.5, severity="warning", steps=outputs.steps
-            )
+            return history.finding("posterior-collapse", pair[0], evidence, cause, advice, 79.5, "warning", outputs.steps)
     return []
 
 
@@ -188,27 +177,18 @@ _NORMAL_LOSSES = 20
 
 
 def check_foresight(history: History) -> list[Finding]:
-    return [found for fact in history.facts if fact.rule == ABOUT_TO_DIVERGE for found in _finding(history, fact)]
-
-
-def _finding(history: History, fact: LoopFinding) -> list[Finding]:
-    lies_ahead = history.records[-1].step - fact.last <= _OVER
-    loss = history.loss.finite
-    has_come = _has_risen(loss, fact.first)
-    leads = fact.where[0] if fact.where else ""
-    others = f", then {', '.join(fact.where[1:4])}" if len(fact.where) > 1 else ""
-    when = "has risen since" if has_come else "is still normal" if lies_ahead else "has stayed normal since"
-    what = f"the loss {when}" if len(loss) else "no loss is logged"
-    return history.finding(
-        ABOUT_TO_DIVERGE,
-        leads,
-        {"signs": float(fact.count), **fact.evidence},
-        f"Weights or outputs have grown as they had not before, {leads} first{others}; {what}.",
-        f"{DIVERGENCE_ADVICE}.",
-        75.0,
-        severity="warning" if lies_ahead or has_come else "info",
-        steps=(fact.first, fact.last),
-    )
+    found: list[Finding] = []
+    for fact in (fact for fact in history.facts if fact.rule == ABOUT_TO_DIVERGE):
+        lies_ahead = history.records[-1].step - fact.last <= _OVER
+        has_come = _has_risen(history.loss.finite, fact.first)
+        leads, others = next(iter(fact.where), ""), f", then {', '.join(fact.where[1:4])}" if len(fact.where) > 1 else ""
+        when = "has risen since" if has_come else "is still normal" if lies_ahead else "has stayed normal since"
+        what = f"the loss {when}" if len(history.loss.finite) else "no loss is logged"
+        evidence, steps = {"signs": float(fact.count), **fact.evidence}, (fact.first, fact.last)
+        cause = f"Weights or outputs have grown as they had not before, {leads} first{others}; {what}."
+        severity: Severity = "warning" if lies_ahead or has_come else "info"
+        found += history.finding(ABOUT_TO_DIVERGE, leads, evidence, cause, f"{DIVERGENCE_ADVICE}.", 75.0, severity, steps)
+    return found
 
 
 def _has_risen(loss: Series, first: int) -> bool:
@@ -259,25 +239,19 @@ def check_frozen(history: History) -> list[Finding]:
     # adapters leave the rest frozen on purpose, unless the last layer is new
     meant = adapts and not set(frozen).issuperset(last)
     lacks = share > _MOST_OF_MODEL and history.learning.is_at_chance and not meant
+    evidence = {"parameters": float(len(frozen)), "share of all elements": share}
+    cause = f"{percent(share)} of all elements are frozen, by requires_grad=False: {listed(blocks, _NAMED)}."
+    told = "The rest has learnt nothing: c" if lacks else "Nothing has to be done if that is meant. Otherwise c"
+    advice = (
+        f"{told}all requires_grad_(True) before the optimizer is made; checks=Checks(trained=...) tells when it is forgotten."
+    )
     if adapts and lacks:
         advice = (
             f"Adapters train, and the last layer, {last[0].rpartition('.')[0]}, is frozen: if it is new, as a classifier is, train it too, "
             "in PEFT with task_type= or modules_to_save= in the config of the adapters."
         )
-    else:
-        advice = (
-            f"{'The rest has learnt nothing: c' if lacks else 'Nothing has to be done if that is meant. Otherwise c'}all "
-            "requires_grad_(True) before the optimizer is made; checks=Checks(trained=...) tells when it is forgotten."
-        )
-    return history.finding(
-        "frozen",
-        last[0] if adapts and lacks else blocks[0],
-        {"parameters": float(len(frozen)), "share of all elements": share},
-        f"{percent(share)} of all elements are frozen, by requires_grad=False: {listed(blocks, _NAMED)}.",
-        advice,
-        1.0,
-        severity="warning" if lacks else "info",
-    )
+    where = last[0] if adapts and lacks else blocks[0]
+    return history.finding("frozen", where, evidence, cause, advice, 1.0, "warning" if lacks else "info")
 
 
 def _has_adapters(history: History, frozen: list[str]) -> bool:
@@ -288,9 +262,9 @@ def _has_adapters(history: History, frozen: list[str]) -> bool:
         if name not in history.frozen:
             for depth in range(1, name.count(".") + 1):
                 trained.setdefault(name.rsplit(".", depth)[0], []).append(shape)
-    for name in frozen:
-        rows, columns = shapes.get(name, (0, 0))
-        for parent in {name.rsplit(".", depth)[0] for depth in (1, 2)} if rows else ():
+    for name in shapes.keys() & frozen:
+        rows, columns = shapes[name]
+        for parent in {name.rsplit(".", depth)[0] for depth in (1, 2)}:
             pairs = trained.get(parent, ())
             ranks = {shape[0] for shape in pairs if shape[1] == columns and shape[0] < min(rows, columns)}
             if any(shape[0] == rows and shape[1] in ranks for shape in pairs):
@@ -350,12 +324,9 @@ def _not_reached(history: History, norms: Matrix, missed: list[str], seen: Mappi
     zero = history.always_reached.intersection(missed)  # a gradient that came
     missed.sort(key=lambda name: (name in zero, name not in history.matrices))
     matters = (share > _SHARE or history.learning.is_stuck) and not _is_routed(missed[0], norms)
-    cause, advice = _words(history, len(missed), len(zero))
     evidence = {"parameters without gradient": float(len(missed)), "share of all elements": share}
-    cause = cause + also_in(missed)
-    return history.finding(
-        "no-gradient", missed[0], evidence, cause, advice, 75.0, severity="warning" if matters else "info", steps=norms.steps
-    )
+    words = _words(history, len(missed), len(zero))
+    return history.finding("no-gradient", missed, evidence, *words, 75.0, "warning" if matters else "info", norms.steps)
 
 
 def _words(history: History, missed: int, zero: int) -> tuple[str, str]:
@@ -386,27 +357,23 @@ def _is_taken_out(name: str, norms: Matrix, seen: Mapping[str, float]) -> bool:
 
 
 def _harmless(history: History, norms: Matrix, names: list[str], what: str, cause: str, advice: str) -> list[Finding]:
-    evidence, cause = {what: float(len(names))}, cause + also_in(names)
-    return history.finding("no-gradient", names[0], evidence, cause, advice, 20.0, severity="info", steps=norms.steps)
+    return history.finding("no-gradient", names, {what: float(len(names))}, cause, advice, 20.0, "info", norms.steps)
 
 
 def _all_zero(history: History, norms: Matrix) -> list[Finding]:
     """Gradients that are there, and zero. Without any there is a mistake of the loop, which another rule reports."""
     if not bool(norms.values.isfinite().any()):
         return []
-    loss = history.loss.finite
-    is_nothing = len(loss) > 0 and not any(loss.values)
-    evidence = {"parameters with a gradient of exactly 0": float(len(norms.names))}
-    cause = (
-        "All gradients are exactly 0 in every step, "
-        f"{'and so is the loss: nothing counts in it' if is_nothing else 'the loss does not depend on the parameters'}."
+    what = "the loss does not depend on the parameters"
+    advice = "Look for a softmax over a single output, an argmax, a rounding, a clamp that always acts, or a product with 0."
+    if len(history.loss.finite) and not any(history.loss.finite.values):
+        what = "and so is the loss: nothing counts in it"
+        advice = "Look for labels that are all ignored, a mask of zeros, or a margin with the wrong sign; or the task was solved before."
+    evidence, cause = (
+        {"parameters with a gradient of exactly 0": float(len(norms.names))},
+        "All gradients are exactly 0 in every step",
     )
-    advice = (
-        "Look for labels that are all ignored, a mask of zeros, or a margin with the wrong sign; or the task was solved before."
-        if is_nothing
-        else "Look for a softmax over a single output, an argmax, a rounding, a clamp that always acts, or a product with 0."
-    )
-    return history.finding("no-gradient", "", evidence, cause, advice, 75.0, severity="warning", steps=norms.steps)
+    return history.finding("no-gradient", "", evidence, f"{cause}, {what}.", advice, 75.0, "warning", norms.steps)
 
 
 def _is_routed(missed: str, norms: Matrix) -> bool:
@@ -428,19 +395,18 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
     found = {name: at for name, at in since.items() if at is not None}
     if not found:
         return _frozen(history, norms)
-    name = min(found, key=lambda each: (each not in history.matrices, found[each]))
-    names = [name, *(other for other in found if other != name)]
-    usual = columns[name][: found[name]].nanmedian().item()
-    return _dropped(history, history.concern, names, norms.steps[found[name] :], usual)
+    names = sorted(found, key=lambda name: (name not in history.matrices, found[name]))[:1]
+    names += [name for name in found if name not in names]
+    usual = columns[names[0]][: found[names[0]]].nanmedian().item()
+    return _dropped(history, history.concern, names, norms.steps[found[names[0]] :], usual)
 
 
 def _frozen(history: History, norms: Matrix) -> list[Finding]:
     """Parameters that had a gradient in nearly all steps, and from one step on have none at all."""
     if any(history.gradients("nonfinite_count").largest().values()):
         return []  # NaN is no missing gradient
-    there = norms.values.isfinite()
     ends = {}
-    for name, column in zip(norms.names, there.unbind(1), strict=True):
+    for name, column in zip(norms.names, norms.values.isfinite().unbind(1), strict=True):
         rows = column.nonzero().flatten().tolist()
         if not rows or history.is_gone(name):
             continue
@@ -452,17 +418,19 @@ def _frozen(history: History, norms: Matrix) -> list[Finding]:
         return []
     again = {name: at for name, at in ends.items() if name in history.frozen}
     ends = again or ends
-    name = min(ends, key=lambda each: (ends[each], each not in history.matrices))
-    before, since = norms.steps[ends[name] - 1], norms.steps[ends[name]]
+    names = sorted(ends, key=lambda name: (ends[name], name not in history.matrices))[:1]
+    names += [name for name in ends if name not in names]
+    at, usual = ends[names[0]], norms.column(names[0]).median
     cause = "There was a gradient, and from here on there is none: it was frozen, or nothing uses it any more."
     if again:
-        cause = f"It trained until step {before}, and is frozen since step {since}, by requires_grad=False."
+        cause = (
+            f"It trained until step {norms.steps[at - 1]}, and is frozen since step {norms.steps[at]}, by requires_grad=False."
+        )
     advice = (
         "If it is meant to train, look for requires_grad_(False) on the way, in a test perhaps, or in what builds the model anew for a "
         "run that resumes."
     )
-    names = [name, *(other for other in ends if other != name)]
-    return _dropped(history, "info", names, norms.steps[ends[name] :], norms.column(name).median, cause, advice)
+    return _dropped(history, "info", names, norms.steps[at:], usual, cause, advice)
 
 
 def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
@@ -492,5 +460,5 @@ def _dropped(
     cause: str = "There was a gradient, and from here on there is mostly none.",
     advice: str = "Look for a clamp or a max() around the loss, a loss weight that reached zero, a satisfied hinge, or dead units.",
 ) -> list[Finding]:
-    evidence, cause = {"median norm before": usual}, cause + also_in(names)
-    return history.finding("gradient-dropped-to-zero", names[0], evidence, cause, advice, 72.0, severity=severity, steps=steps)
+    evidence = {"median norm before": usual}
+    return history.finding("gradient-dropped-to-zero", names, evidence, cause, advice, 72.0, severity, steps)
