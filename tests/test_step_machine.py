@@ -144,13 +144,13 @@ TABLE: list[tuple[str, str, str, list[str], Phase]] = [
     # optimizers, events before, event, actions, phase
     ("a", "", "F", _OPENS, Phase.FORWARD),
     ("a", "F", "F", [], Phase.FORWARD),
-    ("a", "F", "B", ["backward_ended", "measure_before_clip"], Phase.BACKWARD),
-    ("a", "F B", "B", ["backward_ended", "measure_before_clip"], Phase.BACKWARD),
+    ("a", "F", "B", ["pass_ended", "measure_before_clip"], Phase.BACKWARD),
+    ("a", "F B", "B", ["pass_ended", "measure_before_clip"], Phase.BACKWARD),
     ("a", "F B", "[a", _STEP, Phase.OPTIMIZER),
     ("a", "F B [a", "]a", ["measure_update a", "attempt_ended", "close"], Phase.BETWEEN),
     ("a", "F B a", "F", ["seal 1", "open 1"], Phase.FORWARD),
     # nothing is seen of the forward, as in a compiled graph
-    ("a", "", "B", [*_OPENS[:2], "open 0 hides_forward", "backward_ended", "measure_before_clip"], Phase.BACKWARD),
+    ("a", "", "B", [*_OPENS[:2], "open 0 hides_forward", "pass_ended", "measure_before_clip"], Phase.BACKWARD),
     ("a", "", "[a", [*_OPENS, "revive_hooks a", *_STEP], Phase.OPTIMIZER),
     # several optimizers
     ("ab", "F B", "[a", ["measure_parameters", "measure_after_clip a", "decide a"], Phase.OPTIMIZER),
@@ -181,10 +181,10 @@ TABLE: list[tuple[str, str, str, list[str], Phase]] = [
     # evaluation mode
     ("a", "", "E", [*_OPENS[:2], "open 0 is_tentative"], Phase.FORWARD),
     ("a", "E", "F", ["drop was_tentative", "seal 0", "rewind 0", "open 0"], Phase.FORWARD),
-    ("a", "E", "B", ["confirm", "backward_ended", "measure_before_clip"], Phase.BACKWARD),
+    ("a", "E", "B", ["confirm", "pass_ended", "measure_before_clip"], Phase.BACKWARD),
     ("a", "F B a", "E", [], Phase.BETWEEN),
     ("a", "F B a E", "F", ["release", "seal 1", "open 1"], Phase.FORWARD),
-    ("a", "F B a E", "B", ["seal 1", "open 1 hides_forward", "backward_ended", "measure_before_clip"], Phase.BACKWARD),
+    ("a", "F B a E", "B", ["seal 1", "open 1 hides_forward", "pass_ended", "measure_before_clip"], Phase.BACKWARD),
     ("a", "E B a", "E", ["seal 1", "open 1 is_tentative"], Phase.FORWARD),
     # by hand
     ("a", "", "<5", ["seal 5", "rewind 5", "open 5"], Phase.FORWARD),
@@ -195,7 +195,7 @@ TABLE: list[tuple[str, str, str, list[str], Phase]] = [
     ("a", "F", "<0", ["drop", "seal 0", "rewind 0", "open 0"], Phase.FORWARD),
     # within the backward pass
     ("ab", "F ~a", "~b", ["explain_in_backward b", "measure_after_clip b", "warn_in_backward", "measure_update b"], Phase.STEPPED),
-    ("ab", "F ~a ~b", "B", ["backward_ended", "measure_before_clip", "measure_unowned", "attempt_ended", "close"], Phase.BETWEEN),
+    ("ab", "F ~a ~b", "B", ["pass_ended", "measure_before_clip", "measure_unowned", "attempt_ended", "close"], Phase.BETWEEN),
     # the end of the run
     ("a", "F B", "X", ["drop"], Phase.BETWEEN),
     ("ab", "F B a", "X", ["rejoin 1", "close"], Phase.BETWEEN),

@@ -63,7 +63,7 @@ class MonitorContext:
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         loop = self._lifecycle.planning.loop
-        return [] if loop is None else loop.optimizers
+        return [] if loop is None else loop.ownership.alive()
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

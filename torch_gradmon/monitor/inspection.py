@@ -102,7 +102,7 @@ def missing(runtime: Runtime) -> dict[str, str]:
     if record is None and not why:
         return {}
     follower = runtime.loop
-    owned = None if follower is None else planner.owned(follower.optimizers)
+    owned = None if follower is None else planner.owned(follower.ownership.alive())
     factory, pipeline, names = runtime.factory, runtime.pipeline, planner.matchable() or {}
     if record is None or why:
         reasons = dict.fromkeys(factory.requested(names), why)

@@ -385,7 +385,7 @@ class StepMachine(StepCycle):
     A step opens with the first training forward, backward pass or optimizer step after the last one ended. It ends when the last
     optimizer has stepped, under a GradScaler with its update. Where the loop opens steps itself, hooks only measure.
 
-    ``measures`` is a :class:`~torch_gradmon.monitor.runtime.StepMeasurement`; ``order`` has the optimizers in the order in which they step,
+    ``measures`` is a :class:`~torch_gradmon.monitor.runtime.FollowedLoop`; ``order`` has the optimizers in the order in which they step,
     and changes with what is learned.
     """
 
@@ -461,11 +461,11 @@ class StepMachine(StepCycle):
         if state.progress.is_between:
             self._part_began()
         state.count_backward()
-        self.measures.backward_ended()
+        self.measures.pass_ended()
         if not within.any_now and self.expects_more():
             return
         if not self.measures.waits_for_step:
-            self.measures.measure_before_clip(state.progress.done, within.known)
+            self.measures.measure_before_clip()
         if within.any_now and not is_nested and not self.awaits_others():
             self._all_stepped(in_scaler_step)
 
@@ -476,7 +476,7 @@ class StepMachine(StepCycle):
             if not progress.backwards:  # none was seen, as where hooks are called after it
                 self.state.count_backward()
             progress.final.update(self.order)
-            self.measures.measure_before_clip(progress.done, self.state.in_backward.known)
+            self.measures.measure_before_clip()
 
     def expects_more(self) -> bool:
         """Whether the step has had fewer backward passes so far than any step before."""
@@ -612,7 +612,7 @@ class StepMachine(StepCycle):
         progress = self.state.progress
         if self.measures.waits_for_step and optimizer not in progress.final:
             progress.final.add(optimizer)
-            self.measures.measure_before_clip(progress.done, self.state.in_backward.known)
+            self.measures.measure_before_clip()
 
     def wrapper_ended(self, optimizer: Hashable) -> None:
         """The wrapper returned without a step of its optimizer, as one that accumulates gradients does."""
@@ -671,9 +671,8 @@ class StepMachine(StepCycle):
             )
 
     def _decide(self, optimizer: Hashable, is_overflowed: bool = False) -> bool:
-        progress = self.state.progress
         try:
-            return bool(self.boundaries.decide(optimizer, progress.done, progress.overflowed, is_overflowed))
+            return bool(self.boundaries.decide(optimizer, is_overflowed))
         except TrainingStopped:
             self.state.attempt()
             if self.state.leads:

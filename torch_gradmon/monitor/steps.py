@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -241,7 +241,7 @@ class StepPlanning:
         else:
             self._uninstall_from_modules()
         if self.loop is not None and (before is None or before[0] != wanted[0]):
-            self.loop.install(self.planner)
+            self.loop.install()
 
     def _install_on_modules(self) -> None:
         """By the plan as it is now."""
@@ -265,7 +265,7 @@ class StepPlanning:
         index = self.planner.inventory
         if self.loop is None or index is None:
             return []
-        groups = [group for optimizer in self.loop.optimizers for group in index.source.groups_of(optimizer)]
+        groups = [group for optimizer in self.loop.ownership.alive() for group in index.source.groups_of(optimizer)]
         members = index.groups or [frozenset(index.names[p] for p in index.positions(group)) for group in groups]
         return [(f"group_{number}", names) for number, names in enumerate(members)]
 
@@ -442,7 +442,7 @@ class StepLifecycle:
 
     # --- the end of an attempt -----------------------------------------------------------------------------------------------
 
-    def decide(self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool) -> bool:
+    def decide(self, optimizer: Hashable, is_overflowed: bool) -> bool:
         """Whether the optimizer that is about to step must change nothing.
 
         Raises:
@@ -453,7 +453,7 @@ class StepLifecycle:
             return False
         if active.buffer is None or self.captures.modules.passes.paused:
             return False
-        context = loop.context_of(optimizer, done, overflowed, is_overflowed)
+        context = loop.context_of(optimizer, is_overflowed)
         try:
             self.plugins.call("before_optimizer_step", active, context)
         finally:
