@@ -37,7 +37,7 @@ from .options import Distributed, MonitorOptions
 from .plugin_set import BuiltInPlugins, PluginSet
 from .records import Publisher, RecordFactory, RecordHistory, RecordPipeline, RunDirectory
 from .runtime import Runtime, at_exit
-from .steps import Cadence, Captures, StepLifecycle, StepPlanning
+from .steps import Cadence, Captures, StepLifecycle
 from .values import LateValues, ValueLog
 
 # --- What a monitor offers its plugins ---
@@ -53,21 +53,21 @@ class MonitorContext:
 
     @property
     def module(self) -> nn.Module | None:
-        return self._lifecycle.planning.planner.module
+        return self._lifecycle.planner.module
 
     @property
     def matrices(self) -> Set[str]:
-        inventory = self._lifecycle.planning.planner.inventory
+        inventory = self._lifecycle.planner.inventory
         return frozenset() if inventory is None else inventory.matrices.keys()
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        loop = self._lifecycle.planning.loop
+        loop = self._lifecycle.loop
         return [] if loop is None else loop.ownership.alive()
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        loop = self._lifecycle.planning.loop
+        loop = self._lifecycle.loop
         return None if loop is None else loop.scaler
 
     @property
@@ -99,18 +99,18 @@ class MonitorContext:
         return self._lifecycle.fence.run(self._lifecycle.plugins.call_one, self._plugin, method, *args)
 
     def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
-        return self._lifecycle.planning.planner.registry.make(source, name, every=every, shown=False)
+        return self._lifecycle.planner.registry.make(source, name, every=every, shown=False)
 
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
-        self._lifecycle.planning.planner.registry.set_overlay(name, metrics, replaces_hidden)
-        self._lifecycle.planning.planner.changed()
+        self._lifecycle.planner.registry.set_overlay(name, metrics, replaces_hidden)
+        self._lifecycle.planner.changed()
 
     def request_replan(self, drop_hooks: bool = False) -> None:
-        self._lifecycle.planning.replan(self._lifecycle.active, drop_hooks)
+        self._lifecycle.replan(drop_hooks)
 
     def ask_cadence_again(self, script_too: bool = False) -> None:
-        self._lifecycle.planning.wake()
-        self._lifecycle.planning.cadence.ask_again(script_too)
+        self._lifecycle.wake()
+        self._lifecycle.cadence.ask_again(script_too)
 
 
 def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
@@ -143,8 +143,7 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     values = ValueLog(state, fence, LateValues(state, pipeline, built_in.recorder), exchange, captures.modules.passes)
     publisher.of_trainer = values.of_trainer
     cadence = Cadence(options.is_step_monitored, plugins, options.interval)
-    planning = StepPlanning(state, planner, captures, exchange, factory, cadence, fence)
-    runtime = Runtime(StepLifecycle(planning, pipeline, values))
+    runtime = Runtime(StepLifecycle(state, planner, captures, exchange, cadence, pipeline, values, fence))
     for plugin in plugins:
         plugin.context = MonitorContext(runtime.lifecycle, plugin)
     if directory.path is not None:

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from threading import get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,6 @@ from ..step.ranks import is_dtensor
 from .machine import StepsInBackward
 from .plugin_set import WATCHES
 from .steps import StepLifecycle
-
-if TYPE_CHECKING:
-    from .runtime import FollowedLoop
 
 _has_grad, _running_task = torch.is_grad_enabled, torch._C._current_graph_task_id
 _interpreter, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
@@ -352,8 +349,8 @@ def _put_first(optimizer: Optimizer) -> None:
 
 
 class OptimizerHooks:
-    """Reports the steps of the optimizers of ``loop``: as the last hook before a step, and the first one behind it. A ``container``, of
-    models that were put together for the monitor, is kept alive by the optimizers' hooks, too.
+    """Reports the steps of optimizers to ``loop``, a ``FollowedLoop`` of runtime.py: as the last hook before a step, and the first one
+    behind it. A ``container``, of models that were put together for the monitor, is kept alive by the optimizers' hooks, too.
 
     The calls of ``step`` of ``wrappers``, each given with the optimizer inside, are followed by a stand-in for the method on the instance:
     not all of them call hooks. The outermost one counts.
@@ -364,7 +361,7 @@ class OptimizerHooks:
         is_shielded: a compiler is loaded, and does not trace the hooks.
     """
 
-    def __init__(self, loop: FollowedLoop, wrappers: Iterable[tuple[Any, Optimizer]], container: nn.Module | None = None) -> None:
+    def __init__(self, loop: Any, wrappers: Iterable[tuple[Any, Optimizer]], container: nn.Module | None = None) -> None:
         self._loop, self._fence, self._stretch = loop, loop.fence, loop.stretch
         self._depth: dict[int, int] = self._stretch.depth
         self.may_skip = loop.lifecycle.plugins.has("before_optimizer_step")
@@ -557,7 +554,7 @@ class OptimizerHooks:
 class ScalerHooks:
     """Reports what the scaler does, and knows which gradients it has scaled. ``in_step``: the scaler's ``step`` is running."""
 
-    def __init__(self, loop: FollowedLoop, scaler: GradScaler | None) -> None:
+    def __init__(self, loop: Any, scaler: GradScaler | None) -> None:
         self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
         self._scales = GradScale(self._optimizers.around)
         self._wrapped: list[WrappedMethod] = []
@@ -697,7 +694,7 @@ class BackwardHooks:
         awaited: passes that have reached a parameter, and have not ended: they are running, or were interrupted.
     """
 
-    def __init__(self, loop: FollowedLoop) -> None:
+    def __init__(self, loop: Any) -> None:
         self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
         self._in_backward: StepsInBackward = loop.state.in_backward
         self._handles = Handles()
@@ -870,7 +867,7 @@ untraced_by_itself(_RootHook.__call__)
 class ModelHooks:
     """Reports calls of the model."""
 
-    def __init__(self, loop: FollowedLoop, module: nn.Module) -> None:
+    def __init__(self, loop: Any, module: nn.Module) -> None:
         self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
         self._handles = Handles()
         if takes_hooks(module):

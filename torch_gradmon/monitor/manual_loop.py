@@ -130,7 +130,7 @@ class ManualLoop:
                 "names this one alone; name them all, or use a number for max_norm and exact=False, which clips as torch does"
             )
         needs_ranks = count > 1 and (found or any(map(is_dtensor, parameters)))
-        if needs_ranks and not self._lifecycle.planning.exchange.ranks_take_part():
+        if needs_ranks and not self._lifecycle.exchange.ranks_take_part():
             raise ValueError(
                 "the exact norm of gradients that are spread over ranks takes a monitor of the same model and metrics on every rank; make "
                 "one on each of them, or use a number for max_norm and exact=False, which clips as torch does"

@@ -689,7 +689,6 @@ class RecordPipeline:
             is_latest = record.step == ended
             if not (is_latest and open_to_late_values):
                 self.finish()
-                self.publisher.publish()
             if not is_latest:
                 self.last = None
             if only_oldest:
@@ -723,13 +722,14 @@ class RecordPipeline:
     # --- the end of the last record ------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Nothing more can come for the last record, which may go out to the sinks: evaluate the signals that came late."""
+        """Nothing more can come for the last record: evaluate the signals that came late, and send it to the sinks."""
         if self.last is not None and not self._is_finished:
             self._is_finished, record = True, self.last
             self._detect_late(record)
             if reports := self.detectors.follow_up.reports(self.last or record, self._signals):
                 self._warn(reports)
             self.detectors.finish(self.absent)
+        self.publisher.publish()
 
     def detect_late(self) -> None:
         """Evaluate the signals that came late so far, before the last record is finished."""

@@ -164,7 +164,7 @@ class FollowedLoop:
     ) -> None:
         self.owner, self.lifecycle, self._overflows = owner, lifecycle, overflows
         self.state, self.fence, self._plugins = lifecycle.state, lifecycle.fence, lifecycle.plugins
-        self._captures, self._planner, self._complaints = lifecycle.captures, lifecycle.planning.planner, self.fence.complaints
+        self._captures, self._planner, self._complaints = lifecycle.captures, lifecycle.planner, self.fence.complaints
         self._audit = self._plugins.built_in.audit
         self.is_orphaned, self._is_due = False, True
         self._accumulated: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}  # a gradient of an optimizer, and its version
@@ -614,22 +614,25 @@ class Runtime:
     Attributes:
         lifecycle: opens and closes steps.
         cycle: decides when; the part of the step machine that is there without a loop.
-        loop: the followed loop; None where steps begin and end by hand.
         named_scaler: the GradScaler that the script has named, or that was found around its optimizers.
         owner: the facade, which lives as long as the loop that it watches.
     """
 
     def __init__(self, lifecycle: StepLifecycle) -> None:
         self.lifecycle, self.state, self.fence, self.captures = lifecycle, lifecycle.state, lifecycle.fence, lifecycle.captures
-        self.planner, self.pipeline, self.factory = lifecycle.planning.planner, lifecycle.pipeline, lifecycle.pipeline.factory
+        self.planner, self.pipeline, self.factory = lifecycle.planner, lifecycle.pipeline, lifecycle.pipeline.factory
         self.cycle = StepCycle(lifecycle, self.state)
-        self.loop: FollowedLoop | None = None
         self.named_scaler: torch.amp.GradScaler | None = None
         self._overflows = OverflowLog(lifecycle.values)
         self.owner: object = None
         self.mark: object = None  # by which watch() finds the monitor of a model
         self.join_ranks: Callable[[], object] = lambda: None  # when the loop begins, which is when a process may know other ranks
         self._scale_by_hand()
+
+    @property
+    def loop(self) -> FollowedLoop | None:
+        """The followed loop; None where steps begin and end by hand."""
+        return self.lifecycle.loop  # type: ignore[no-any-return]
 
     @property
     def built_in(self) -> BuiltInPlugins:
@@ -651,7 +654,7 @@ class Runtime:
         if self.state.clock.step is None:
             self.join_ranks()
         self.lifecycle.values.follow(True)
-        self.lifecycle.planning.wake()
+        self.lifecycle.wake()
         if self.loop is None and self.lifecycle.plugins.has("before_optimizer_step"):
             message = (
                 "on_spike cannot act on a step, since the optimizers are not known: call attach() in addition to begin_step()"
@@ -663,7 +666,7 @@ class Runtime:
 
     @fenced
     def end_step(self) -> None:
-        self.lifecycle.planning.wake()
+        self.lifecycle.wake()
         self.cycle.end()
         self._publish()
 
@@ -675,7 +678,6 @@ class Runtime:
     def _publish(self) -> None:
         self.lifecycle.flush_pending()
         self.pipeline.finish()
-        self.pipeline.publisher.publish()
 
     @fenced
     def log_sample_losses(self, ids: Any, losses: Tensor) -> None:
@@ -712,7 +714,7 @@ class Runtime:
         made = [planner.registry.make(source, name, function, regex, aggregation, every=every, **flags) for source in sources]
         planner.registry.add(made, planner.matchable())
         planner.changed()
-        self.replan()
+        self.lifecycle.replan()
         self.warn_of_idle(made[:1])
 
     def warn_of_idle(self, metrics: Iterable[Metric]) -> None:
@@ -754,16 +756,13 @@ class Runtime:
         reference = self.captures.modules.reference
         self.captures.parameters.reference = {} if reference is None else reference.parameters
         self.planner.changed()
-        self.replan()
-
-    def replan(self) -> None:
-        self.lifecycle.planning.replan(self.lifecycle.active, drop_hooks=False)
+        self.lifecycle.replan()
 
     # --- what is known by now ------------------------------------------------------------------------------------------------
 
     def would_monitor(self, step: int) -> bool:
         """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike or under a live change."""
-        clock, cadence, active = self.state.clock, self.lifecycle.planning.cadence, self.lifecycle.active
+        clock, cadence, active = self.state.clock, self.lifecycle.cadence, self.lifecycle.active
         if clock.step is not None and step <= clock.step:
             is_open = self.state.is_open and step == clock.step and active is not None and active.is_monitored
             is_known = self.pipeline.newest(step) is not None or step in self.pipeline.history
@@ -789,7 +788,7 @@ class Runtime:
         state = self.state
         may_be = state.patterns.hides_forward or state.patterns.is_undecided or state.clock.ended is None
         leads = self.loop is not None and not state.is_manual and torch.is_grad_enabled()
-        return may_be and leads and self.lifecycle.planning.would_measure(state.clock.next_step)
+        return may_be and leads and self.lifecycle.would_measure(state.clock.next_step)
 
     @property
     def stale_reason(self) -> str:
@@ -842,7 +841,7 @@ class Runtime:
 
     def _state(self) -> dict[str, Any]:
         self.settle_now()
-        self.lifecycle.planning.wake()  # so that plugins have seen all steps
+        self.lifecycle.wake()  # so that plugins have seen all steps
         records = {"summary": self.factory.summary.state_dict(), "detectors": self.pipeline.detectors.state_dict()}
         steps = {"next_step": self.state.next_attempt, "attempted": self.state.clock.attempts}
         policy, clips = self.built_in.policy, self.lifecycle.plugins.clips
@@ -898,7 +897,7 @@ class Runtime:
 
     def _continue_at(self, step: int) -> None:
         self.state.clock.next_step = step
-        self.lifecycle.planning.wake()
+        self.lifecycle.wake()
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
@@ -926,7 +925,7 @@ class Runtime:
                 'a pipeline would have to do it together; use on_spike="warn" or "raise"'
             )
         # the user's function may raise, so it runs before anything is installed
-        self.lifecycle.planning.cadence.asked(self.state.clock.next_step if start_step is None else start_step)
+        self.lifecycle.cadence.asked(self.state.clock.next_step if start_step is None else start_step)
         if self.fence.inert:
             return
         before(module)
@@ -942,26 +941,26 @@ class Runtime:
         self._follow(module, bare, around)
 
     def _follow(self, module: nn.Module, optimizers: list[Optimizer], wrappers: Sequence[tuple[Any, Optimizer]]) -> None:
-        lifecycle, planning = self.lifecycle, self.lifecycle.planning
+        lifecycle = self.lifecycle
         lifecycle.values.follow(True)
         self.state.follow()
         with outside_dispatch_modes():
             loop = FollowedLoop(self, lifecycle, self._overflows, module, optimizers, self.named_scaler, wrappers)
-            self.loop = planning.loop = loop
+            lifecycle.loop = loop
             lifecycle.plugins.restart()
             lifecycle.plugins.call("on_attach", module, optimizers)
-            planning.installed_for = None
+            lifecycle.installed_for = None
             self.captures.modules.connect(
                 loop.inverse_scale, loop.model_hooks.root_called, loop.part_called, loop.backward_hooks.awaited
             )
             # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
-            planning.install()
+            lifecycle.install()
             self.fence.cost()
 
     def _unfollow(self) -> None:
-        lifecycle, planning = self.lifecycle, self.lifecycle.planning
+        lifecycle = self.lifecycle
         lifecycle.values.follow(False)
-        planning.uninstall()
+        lifecycle.uninstall()
         self.captures.modules.remove()
         if self.captures.modules.reference is not None:
             self.captures.modules.reference.forget()
@@ -972,7 +971,7 @@ class Runtime:
             lifecycle.plugins.call("on_detach")
         finally:
             if self.loop is not None:
-                self.loop = planning.loop = None
+                lifecycle.loop = None
                 self.state.is_driven = False
                 self._scale_by_hand()
 
@@ -988,8 +987,8 @@ class Runtime:
 
     def leave(self) -> None:
         """End the step in flight, or drop it if it is unfinished, and take what is recorded."""
-        self.lifecycle.planning.wake()
-        with self.lifecycle.planning.exchange.without_others():
+        self.lifecycle.wake()
+        with self.lifecycle.exchange.without_others():
             self._end_last()
             self.backfill()
 
@@ -1001,7 +1000,7 @@ class Runtime:
                 try:
                     self._unfollow()
                 finally:  # where warnings are errors
-                    self.lifecycle.planning.exchange.end()
+                    self.lifecycle.exchange.end()
                     self.close()
 
     def close(self) -> None:

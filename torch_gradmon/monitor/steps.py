@@ -24,7 +24,7 @@ from ..step.planner import OF_MODULES, ExchangePolicy, Planner
 from ..step.record_builder import PendingStep
 from .machine import StepState
 from .plugin_set import PluginSet
-from .records import RecordFactory, RecordPipeline
+from .records import RecordPipeline
 from .values import ValueLog
 
 # --- Which steps are monitored: those that the script asks for, as the plugins change it ---
@@ -116,19 +116,64 @@ def unlink(module: nn.Module) -> None:
         unsaved.leave_if_empty()
 
 
-# --- What is measured in a step, and which hooks that takes ---
+# --- Whether the monitor costs too much ---
+
+
+#: The warning comes if the share is larger.
+LARGE = 1 / 3
+#: Seconds of the monitor's own time after which the share is computed: a loop that ends sooner lost less than that.
+PATIENCE = 5.0
+#: Monitored steps that are left out: they load code, plan, and are checked closely.
+WARM_UP = 50
+_SPARSER = 10
+
+
+class CostNotice:
+    """Warns once, and asks no more after that. ``fence`` has the monitor's own time."""
+
+    def __init__(self, fence: Fence, every: int | None) -> None:
+        self._fence, self._every = fence, every
+        self._monitored = 0
+        self._began = self._spent = 0.0
+        self.is_due = True
+
+    def step_closed(self) -> None:
+        self._monitored += 1
+        if self._monitored <= WARM_UP:
+            self._began, self._spent = perf_counter(), self._fence.spent()
+        elif (own := self._fence.spent() - self._spent) > PATIENCE:
+            self._judge(own, perf_counter() - self._began, self._monitored - WARM_UP)
+
+    def _judge(self, own: float, elapsed: float, steps: int) -> None:
+        self.is_due = False
+        if own <= LARGE * elapsed:
+            return
+        fewer = own / _SPARSER
+        then = fewer / (elapsed - own + fewer)
+        what = "monitoring one in ten of these steps" if self._every is None else f"every={_SPARSER * self._every}"
+        self._fence.complaints.add(
+            "cost",
+            f"the monitor takes {own / elapsed:.0%} of the time of this loop, {1000 * own / steps:.2g} ms for each monitored step; "
+            f"{what} brings that to about {then:.0%}",
+        )
+
+
+# --- Opens and closes steps: what is measured in them, what ranks exchange, and where the record goes ---
 
 
 MODEL_GONE = (
     "the watched model is gone: keep a reference to it, or, if only its parts are called, watch an nn.ModuleDict of them, which the "
     "optimizers keep"
 )
+_IN_EVAL = "the model was called in evaluation mode, as it was not before; from the next step on that counts as training"
 
 
-class StepPlanning:
-    """Prepares steps that take values, and registers and removes the hooks on modules and parameters for them.
+class StepLifecycle:
+    """Carries out the step machine's decisions about the boundaries of steps: prepares those that take values, and registers and removes
+    the hooks on modules and parameters for them.
 
     Attributes:
+        active: the open step, or the last one.
         loop: a ``FollowedLoop`` of runtime.py, which owns the hooks on parameters; None where the script begins and ends steps itself.
         installed_for: a version of the plan, and whether hooks on modules are there too; None if they may not be what is needed.
         is_bare: only hooks that a step without measurements needs are registered.
@@ -140,15 +185,307 @@ class StepPlanning:
         planner: Planner,
         captures: Captures,
         exchange: ExchangePolicy,
-        factory: RecordFactory,
         cadence: Cadence,
+        pipeline: RecordPipeline,
+        values: ValueLog,
         fence: Fence,
     ) -> None:
         self.state, self.planner, self.captures, self.exchange = state, planner, captures, exchange
-        self.factory, self.cadence, self.fence = factory, cadence, fence
+        self.cadence, self.plugins, self.pipeline, self.values, self.fence = cadence, cadence.plugins, pipeline, values, fence
+        self.factory = pipeline.factory
         self.loop: Any = None
         self.installed_for: tuple[int, bool] | None = None
         self.is_bare = False
+        self.active: ActiveStep | None = None
+        self._cost = CostNotice(fence, cadence.every)
+        self._had_root_inputs = False  # a hook was on what the model takes before the open step began
+        self._aside: deque[tuple[ActiveStep, dict[str, Any]]] = deque()  # parts of the open step, with their facts
+        self._last_part: ActiveStep | None = None  # of the step whose other parts are closing
+
+    @property
+    def has_values(self) -> bool:
+        return self.active is not None and self.active.buffer is not None
+
+    @property
+    def is_skipped(self) -> bool:
+        return self.active is not None and self.active.is_skipped
+
+    @property
+    def was_monitored(self) -> bool:
+        return self.pipeline.has(self.state.clock.ended)
+
+    # --- facts of the open step ----------------------------------------------------------------------------------------------
+
+    def note(self, name: str, value: Any) -> None:
+        """Add a fact, a number or a 0-d tensor, to the context of the open step's record."""
+        if self.active is not None and (buffer := self.active.buffer) is not None:
+            if isinstance(value, Tensor) and value.numel() == 1:
+                buffer.noted[name] = value.detach().clone()
+            elif isinstance(value, (int, float)):
+                buffer.noted[name] = value
+
+    def explain(self, source: str, reason: str) -> None:
+        if self.active is not None and self.active.buffer is not None:
+            self.active.buffer.absent[source, ""] = reason
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before = self.captures.modules.passes.paused
+        self._pause(True)
+        try:
+            yield
+        finally:
+            self._pause(before)
+
+    def _pause(self, is_paused: bool) -> None:
+        self.captures.modules.pause(is_paused)
+        self.state.is_paused = is_paused
+        self.wake()
+        self.plugins.tell_audit("on_pause", is_paused)
+
+    # --- opening -------------------------------------------------------------------------------------------------------------
+
+    def seal(self, step: int) -> None:
+        """``step`` is about to open: nothing more can be added to the last one."""
+        self._had_root_inputs = self.captures.modules.hooks.on_root_inputs  # what the step needs may be registered with it
+        built_in = self.plugins.built_in
+        if built_in.detail.watches_idle_steps:
+            self.plugins.call_one(built_in.detail, built_in.detail.before_step, step)
+        self.pipeline.seal(self.state.clock.ended, step)
+        self.pipeline.finish()
+        if built_in.recorder is not None:
+            built_in.recorder.seal()
+        if built_in.post_spike.watches_idle_steps:  # a spike in the last record makes it do so
+            self.plugins.call_one(built_in.post_spike, built_in.post_spike.before_step)
+
+    def flush_pending(self) -> None:
+        """Complete the record of the last step. Waits for its values."""
+        self.pipeline.enter(self.state.clock.ended, open_to_late_values=not self.state.is_open)
+
+    def rewind(self, step: int, last: int | None) -> None:
+        """The run goes back from ``last`` to ``step``; or begins, in a run directory that may have later steps."""
+        if last is not None:
+            message = f"step {step} comes after step {last}; a new segment begins in the run directory"
+            self.fence.complaints.add("back", message)
+            self.pipeline.enter(None, open_to_late_values=False)
+            self.plugins.call("on_rewind", step)
+            self.pipeline.rewind(step)
+        self.pipeline.directory.rewind(step)
+
+    def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
+        """Begin ``step``; ``is_tentative``: a call in evaluation mode opens it; ``hides_forward``: no hook saw its forward."""
+        self.wake()
+        active = self.active = ActiveStep(step, self.state.clock.stride)
+        modules = self.captures.modules
+        active.mode = self.mode_of(step)
+        is_idle = active.mode is IDLE
+        self.values.late.tags.begin(is_kept=not is_idle)
+        if not is_idle or self.plugins.watch_idle_steps:
+            self.plugins.call("on_step_open", active, is_idle=is_idle)
+        if is_idle:
+            if modules.passes.is_open or modules.passes.missed:
+                modules.set_recording(False)
+            if not self.is_bare:
+                self.uninstall()
+        else:
+            self.prepare(active)
+            if not (self._had_root_inputs or hides_forward or self.state.is_manual) and modules.hooks.on_root_inputs:
+                modules.root_inputs_missed()
+        modules.passes.counts_eval = modules.passes.is_tentative = is_tentative
+        self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
+
+    def pass_idle(self, step: int) -> None:
+        """The steps up to ``step`` were idle, or are, and were only counted."""
+        self.active = ActiveStep(step)
+
+    def confirm(self) -> None:
+        """The open step trains, although a call in evaluation mode opened it."""
+        self.captures.modules.passes.is_tentative = False
+        self.values.take_early()
+
+    def count_eval(self) -> None:
+        self.captures.modules.passes.counts_eval = True
+
+    def release(self) -> None:
+        """What was logged since an undecided call belongs to the last step."""
+        self.values.release()
+
+    # --- the end of an attempt -----------------------------------------------------------------------------------------------
+
+    def decide(self, optimizer: Hashable, is_overflowed: bool) -> bool:
+        """Whether the optimizer that is about to step must change nothing.
+
+        Raises:
+            TrainingStopped: a plugin stops the run.
+        """
+        active, loop = self.active, self.loop
+        if not self.plugins.has("before_optimizer_step") or active is None or loop is None:
+            return False
+        if active.buffer is None or self.captures.modules.passes.paused:
+            return False
+        context = loop.context_of(optimizer, is_overflowed)
+        try:
+            self.plugins.call("before_optimizer_step", active, context)
+        finally:
+            if active.is_skipped and (clips := self.plugins.clips) is not None:
+                self.plugins.call_one(clips, clips.on_skip, active)
+        if context.is_stale and not active.is_skipped:
+            loop.optimizer_hooks.holds.left = {}  # they may be used after all
+        return active.is_skipped
+
+    def attempt_ended(self, is_overflowed: bool) -> None:
+        if self.active is not None:
+            self.plugins.call("after_attempt", self.active, not (is_overflowed or self.active.is_skipped))
+
+    # --- closing -------------------------------------------------------------------------------------------------------------
+
+    def drop(self, *, was_tentative: bool) -> None:
+        if self.active is not None:
+            self.active.buffer = None
+        self.values.buffer = None
+        if (policy := self.plugins.built_in.policy) is not None:
+            self.plugins.call_one(policy, policy.step_dropped)
+        if not was_tentative:
+            self.values.late.tags.clear()
+        self.captures.end()
+
+    def close(self, *, is_overflowed: bool, tags: dict[str, Any] | None = None) -> None:
+        """End the open step. On a CPU its record is made at once, elsewhere when its values have come. ``tags``: facts of a part that is
+        a step of its own, while measurements go on.
+        """
+        active, loop = self.active, self.loop
+        if active is None:
+            return
+        active.is_overflowed, interrupted = is_overflowed, self.state.progress.interrupted
+        if is_overflowed and interrupted and not active.is_skipped:
+            active.annotations["interrupted"] = interrupted
+        if self.state.progress.misses_eval and active.buffer is not None:
+            active.buffer.absent = {**{(source, ""): _IN_EVAL for source in OF_MODULES}, **active.buffer.absent}
+        if loop is not None and active.buffer is not None and (tags is not None or not self.state.progress.begun):
+            loop.leave_unused(active.buffer)
+        self.pipeline.last = None
+        is_idle = active.mode is IDLE
+        is_watched = not is_idle or self.plugins.watch_idle_steps
+        try:
+            try:
+                if is_watched:
+                    self.plugins.call("on_step_closing", active, is_idle=is_idle)
+            finally:  # where warnings are errors
+                if active.is_monitored:
+                    self.pipeline.waiting.append(pending := self._pending(active, tags))
+                    if pending.readback.arrival.is_local:  # its values are on the host already
+                        self.pipeline.enter(pending.step, open_to_late_values=True)
+                else:
+                    self._close_unmonitored(active, tags)
+        finally:  # ranks change together, whatever failed on one of them
+            if is_watched or self.plugins.watch_idle_steps:  # a series of refused steps makes a plugin do so
+                self.plugins.call("on_step_closed", active, is_idle=is_idle)
+        if tags is None:
+            self.prepare_next(may_rest=not (is_watched or self.pipeline.waiting))
+
+    def _take(self, active: ActiveStep, tags: dict[str, Any] | None) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
+        """End the measurements of this step; return its values, the model index and the facts that the loop knows of it."""
+        buffer, active.buffer, inventory = active.buffer, None, self.planner.inventory
+        self.values.buffer = None
+        assert buffer is not None
+        assert inventory is not None
+        try:
+            if tags is None:
+                self.captures.end()
+        finally:  # collective: the other ranks wait, whatever failed here
+            self.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
+        return buffer, inventory, self.values.late.tags.take() if tags is None else tags
+
+    def _close_unmonitored(self, active: ActiveStep, tags: dict[str, Any] | None) -> None:
+        if active.buffer is not None:
+            recorder, policy = self.plugins.built_in.recorder, self.plugins.built_in.policy
+            recorded = RecordedStep(active, *self._take(active, tags))
+            oldest = self.pipeline.waiting[0].step if self.pipeline.waiting else None
+            if recorder is not None:
+                self.pipeline.backfill(self.plugins.call_one(recorder, recorder.keep, recorded, oldest) or ())
+            if policy is not None and (known := policy.known) is not None and not active.is_overflowed:
+                self.plugins.call_one(policy, self.pipeline.learn, *known)
+        elif tags is None:
+            self.values.late.tags.clear()
+        if active.is_overflowed:
+            self.pipeline.count_refusal(active.is_interrupted)
+        if self.pipeline.detectors.count_unmonitored(active.is_overflowed and not active.is_interrupted):
+            self.plugins.alert(active.number)
+
+    def _pending(self, active: ActiveStep, tags: dict[str, Any] | None) -> PendingStep:
+        if self._cost.is_due:
+            self._cost.step_closed()
+        buffer, inventory, found = self._take(active, tags)
+        evaluate = self.captures.modules.values.evaluator() if active.due else None
+        readback = buffer.start_readback()
+        self.plugins.call("annotate", active)
+        groups = self.groups() if self.factory.layers.choice == "blocks" else []
+        cost, ranks, attached = self.fence.cost(), self.exchange.ranks.count, self.loop is not None
+        return PendingStep(readback, active, inventory, evaluate, groups, found, cost, ranks, attached)
+
+    # --- parts of a step that may be steps of their own ------------------------------------------------------------------------
+
+    def set_aside(self) -> None:
+        """An optimizer has stepped, and others are still to step: what was measured so far, and what is logged until the next pass, is a
+        part of the open step, which may be a step of its own.
+        """
+        active, inventory = self.active, self.planner.inventory
+        if active is None:
+            return
+        self.captures.modules.set_aside()
+        part = active.set_aside()
+        if active.buffer is not None and inventory is not None:
+            active.buffer.used.update(inventory.foreign)
+            self.values.buffer = part.buffer
+        self._aside.append((part, self.values.late.tags.take()))
+
+    def part_began(self) -> None:
+        """A pass behind what was set aside begins another part."""
+        active = self.active
+        if active is not None and self._aside:
+            self._aside[-1][1].update(self.values.late.tags.take_late())
+            self.values.buffer = active.buffer
+            if active.buffer is not None and active.is_monitored:
+                active.buffer.rng = self.random_states()
+
+    def rejoin(self, parts: int) -> None:
+        """The last ``parts`` parts that were set aside belong to the same step as what came since."""
+        if (active := self.active) is None:
+            return
+        for _ in range(parts):
+            part, tags = self._aside.pop()
+            active.rejoin(part)
+            self.values.late.tags.rejoin(tags)
+        self.values.buffer = active.buffer
+
+    def close_part(self, *, is_overflowed: bool) -> None:
+        """The first part that was set aside is a step of its own."""
+        self._last_part = self._last_part or self.active
+        self.active, tags = self._aside.popleft()
+        self._renumber(self.active)
+        self.close(is_overflowed=is_overflowed, tags=tags)
+
+    def parts_closed(self) -> None:
+        """What came since the last part is the open step."""
+        self.active, self._last_part = self._last_part, None
+        active = self.active
+        if active is None:
+            return
+        self._renumber(active)
+        if active.mode is IDLE:
+            self.captures.end()
+        else:
+            self.captures.gradients.forget_batches()
+        self.values.step_opened(active.buffer, active.is_monitored, hides_forward=False, is_tentative=False)
+        if active.mode is not IDLE or self.plugins.watch_idle_steps:
+            self.plugins.call("on_step_open", active, is_idle=active.mode is IDLE)
+
+    def _renumber(self, active: ActiveStep) -> None:
+        step = self.state.clock.step
+        if step is not None and step != active.number:
+            active.renumber(step, self.mode_of(step))
+
+    # --- what is measured in a step --------------------------------------------------------------------------------------------
 
     def would_measure(self, step: int) -> bool:
         return not self.fence.inert and self.planner.module is not None and self.cadence.wants(step)
@@ -160,7 +497,7 @@ class StepPlanning:
             return IDLE
         if self.cadence.wants(step):
             return Mode.MONITORED
-        return Mode.RECORDED if self.cadence.plugins.requires_gradients else IDLE
+        return Mode.RECORDED if self.plugins.requires_gradients else IDLE
 
     def prepare(self, active: ActiveStep) -> None:
         planner, captures, is_monitored = self.planner, self.captures, active.mode is Mode.MONITORED
@@ -209,7 +546,7 @@ class StepPlanning:
         if self.loop is not None and self.is_bare and not self.captures.modules.hooks.on_root and self.loop.is_plain:
             self.loop.stretch.begin(steps)
 
-    def replan(self, active: ActiveStep | None, drop_hooks: bool) -> None:
+    def replan(self, drop_hooks: bool = False) -> None:
         """What is measured changed: register the hooks for it now, or leave that to the next step where there is time."""
         self.wake()
         if drop_hooks:
@@ -217,7 +554,7 @@ class StepPlanning:
             if self.captures.modules.hooks.has_hooks:  # where they may not all go
                 self._install_on_modules()
         elif self.loop is not None:
-            if active is not None and active.is_monitored:
+            if self.active is not None and self.active.is_monitored:
                 self._install_on_modules()  # what is due in the open step stays, but the next one needs its hooks in time
             elif not self.state.is_open and self.would_measure(self.state.clock.next_step):
                 with outside_dispatch_modes():
@@ -268,350 +605,3 @@ class StepPlanning:
         groups = [group for optimizer in self.loop.ownership.alive() for group in index.source.groups_of(optimizer)]
         members = index.groups or [frozenset(index.names[p] for p in index.positions(group)) for group in groups]
         return [(f"group_{number}", names) for number, names in enumerate(members)]
-
-
-# --- Whether the monitor costs too much ---
-
-
-#: The warning comes if the share is larger.
-LARGE = 1 / 3
-#: Seconds of the monitor's own time after which the share is computed: a loop that ends sooner lost less than that.
-PATIENCE = 5.0
-#: Monitored steps that are left out: they load code, plan, and are checked closely.
-WARM_UP = 50
-_SPARSER = 10
-
-
-class CostNotice:
-    """Warns once, and asks no more after that. ``fence`` has the monitor's own time."""
-
-    def __init__(self, fence: Fence, every: int | None) -> None:
-        self._fence, self._every = fence, every
-        self._monitored = 0
-        self._began = self._spent = 0.0
-        self.is_due = True
-
-    def step_closed(self) -> None:
-        self._monitored += 1
-        if self._monitored <= WARM_UP:
-            self._began, self._spent = perf_counter(), self._fence.spent()
-        elif (own := self._fence.spent() - self._spent) > PATIENCE:
-            self._judge(own, perf_counter() - self._began, self._monitored - WARM_UP)
-
-    def _judge(self, own: float, elapsed: float, steps: int) -> None:
-        self.is_due = False
-        if own <= LARGE * elapsed:
-            return
-        fewer = own / _SPARSER
-        then = fewer / (elapsed - own + fewer)
-        what = "monitoring one in ten of these steps" if self._every is None else f"every={_SPARSER * self._every}"
-        self._fence.complaints.add(
-            "cost",
-            f"the monitor takes {own / elapsed:.0%} of the time of this loop, {1000 * own / steps:.2g} ms for each monitored step; "
-            f"{what} brings that to about {then:.0%}",
-        )
-
-
-# --- Opens and closes steps: what is measured in them, what ranks exchange, and where the record goes ---
-
-
-_IN_EVAL = "the model was called in evaluation mode, as it was not before; from the next step on that counts as training"
-
-
-class StepLifecycle:
-    """Carries out the step machine's decisions about the boundaries of steps."""
-
-    def __init__(self, planning: StepPlanning, pipeline: RecordPipeline, values: ValueLog) -> None:
-        self.planning, self.pipeline, self.values = planning, pipeline, values
-        self.state, self.fence, self.captures = planning.state, planning.fence, planning.captures
-        self.plugins = planning.cadence.plugins
-        self.active: ActiveStep | None = None  # the open step, or the last one
-        self._cost = CostNotice(self.fence, planning.cadence.every)
-        self._had_root_inputs = False  # a hook was on what the model takes before the open step began
-        self._aside: deque[tuple[ActiveStep, dict[str, Any]]] = deque()  # parts of the open step, with their facts
-        self._last_part: ActiveStep | None = None  # of the step whose other parts are closing
-
-    @property
-    def has_values(self) -> bool:
-        return self.active is not None and self.active.buffer is not None
-
-    @property
-    def is_skipped(self) -> bool:
-        return self.active is not None and self.active.is_skipped
-
-    @property
-    def was_monitored(self) -> bool:
-        return self.pipeline.has(self.state.clock.ended)
-
-    # --- facts of the open step ----------------------------------------------------------------------------------------------
-
-    def note(self, name: str, value: Any) -> None:
-        """Add a fact, a number or a 0-d tensor, to the context of the open step's record."""
-        if self.active is not None and (buffer := self.active.buffer) is not None:
-            if isinstance(value, Tensor) and value.numel() == 1:
-                buffer.noted[name] = value.detach().clone()
-            elif isinstance(value, (int, float)):
-                buffer.noted[name] = value
-
-    def explain(self, source: str, reason: str) -> None:
-        if self.active is not None and self.active.buffer is not None:
-            self.active.buffer.absent[source, ""] = reason
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        before = self.captures.modules.passes.paused
-        self._pause(True)
-        try:
-            yield
-        finally:
-            self._pause(before)
-
-    def _pause(self, is_paused: bool) -> None:
-        self.captures.modules.pause(is_paused)
-        self.state.is_paused = is_paused
-        self.planning.wake()
-        self.plugins.tell_audit("on_pause", is_paused)
-
-    # --- opening -------------------------------------------------------------------------------------------------------------
-
-    def seal(self, step: int) -> None:
-        """``step`` is about to open: nothing more can be added to the last one."""
-        self._had_root_inputs = self.captures.modules.hooks.on_root_inputs  # what the step needs may be registered with it
-        built_in = self.plugins.built_in
-        if built_in.detail.watches_idle_steps:
-            self.plugins.call_one(built_in.detail, built_in.detail.before_step, step)
-        self.pipeline.seal(self.state.clock.ended, step)
-        self.pipeline.finish()
-        self.pipeline.publisher.publish()
-        if built_in.recorder is not None:
-            built_in.recorder.seal()
-        if built_in.post_spike.watches_idle_steps:  # a spike in the last record makes it do so
-            self.plugins.call_one(built_in.post_spike, built_in.post_spike.before_step)
-
-    def flush_pending(self) -> None:
-        """Complete the record of the last step. Waits for its values."""
-        self.pipeline.enter(self.state.clock.ended, open_to_late_values=not self.state.is_open)
-
-    def rewind(self, step: int, last: int | None) -> None:
-        """The run goes back from ``last`` to ``step``; or begins, in a run directory that may have later steps."""
-        if last is not None:
-            message = f"step {step} comes after step {last}; a new segment begins in the run directory"
-            self.fence.complaints.add("back", message)
-            self.pipeline.enter(None, open_to_late_values=False)
-            self.plugins.call("on_rewind", step)
-            self.pipeline.rewind(step)
-        self.pipeline.directory.rewind(step)
-
-    def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
-        """Begin ``step``; ``is_tentative``: a call in evaluation mode opens it; ``hides_forward``: no hook saw its forward."""
-        self.planning.wake()
-        active = self.active = ActiveStep(step, self.state.clock.stride)
-        modules = self.captures.modules
-        active.mode = self.planning.mode_of(step)
-        is_idle = active.mode is IDLE
-        self.values.late.tags.begin(is_kept=not is_idle)
-        if not is_idle or self.plugins.watch_idle_steps:
-            self.plugins.call("on_step_open", active, is_idle=is_idle)
-        if is_idle:
-            if modules.passes.is_open or modules.passes.missed:
-                modules.set_recording(False)
-            if not self.planning.is_bare:
-                self.planning.uninstall()
-        else:
-            self.planning.prepare(active)
-            if not (self._had_root_inputs or hides_forward or self.state.is_manual) and modules.hooks.on_root_inputs:
-                modules.root_inputs_missed()
-        modules.passes.counts_eval = modules.passes.is_tentative = is_tentative
-        self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
-
-    def pass_idle(self, step: int) -> None:
-        """The steps up to ``step`` were idle, or are, and were only counted."""
-        self.active = ActiveStep(step)
-
-    def confirm(self) -> None:
-        """The open step trains, although a call in evaluation mode opened it."""
-        self.captures.modules.passes.is_tentative = False
-        self.values.take_early()
-
-    def count_eval(self) -> None:
-        self.captures.modules.passes.counts_eval = True
-
-    def release(self) -> None:
-        """What was logged since an undecided call belongs to the last step."""
-        self.values.release()
-
-    # --- the end of an attempt -----------------------------------------------------------------------------------------------
-
-    def decide(self, optimizer: Hashable, is_overflowed: bool) -> bool:
-        """Whether the optimizer that is about to step must change nothing.
-
-        Raises:
-            TrainingStopped: a plugin stops the run.
-        """
-        active, loop = self.active, self.planning.loop
-        if not self.plugins.has("before_optimizer_step") or active is None or loop is None:
-            return False
-        if active.buffer is None or self.captures.modules.passes.paused:
-            return False
-        context = loop.context_of(optimizer, is_overflowed)
-        try:
-            self.plugins.call("before_optimizer_step", active, context)
-        finally:
-            if active.is_skipped and (clips := self.plugins.clips) is not None:
-                self.plugins.call_one(clips, clips.on_skip, active)
-        if context.is_stale and not active.is_skipped:
-            loop.optimizer_hooks.holds.left = {}  # they may be used after all
-        return active.is_skipped
-
-    def attempt_ended(self, is_overflowed: bool) -> None:
-        if self.active is not None:
-            self.plugins.call("after_attempt", self.active, not (is_overflowed or self.active.is_skipped))
-
-    # --- closing -------------------------------------------------------------------------------------------------------------
-
-    def drop(self, *, was_tentative: bool) -> None:
-        if self.active is not None:
-            self.active.buffer = None
-        self.values.buffer = None
-        if (policy := self.plugins.built_in.policy) is not None:
-            self.plugins.call_one(policy, policy.step_dropped)
-        if not was_tentative:
-            self.values.late.tags.clear()
-        self.captures.end()
-
-    def close(self, *, is_overflowed: bool, tags: dict[str, Any] | None = None) -> None:
-        """End the open step. On a CPU its record is made at once, elsewhere when its values have come. ``tags``: facts of a part that is
-        a step of its own, while measurements go on.
-        """
-        active, loop = self.active, self.planning.loop
-        if active is None:
-            return
-        active.is_overflowed, interrupted = is_overflowed, self.state.progress.interrupted
-        if is_overflowed and interrupted and not active.is_skipped:
-            active.annotations["interrupted"] = interrupted
-        if self.state.progress.misses_eval and active.buffer is not None:
-            active.buffer.absent = {**{(source, ""): _IN_EVAL for source in OF_MODULES}, **active.buffer.absent}
-        if loop is not None and active.buffer is not None and (tags is not None or not self.state.progress.begun):
-            loop.leave_unused(active.buffer)
-        self.pipeline.last = None
-        is_idle = active.mode is IDLE
-        is_watched = not is_idle or self.plugins.watch_idle_steps
-        try:
-            try:
-                if is_watched:
-                    self.plugins.call("on_step_closing", active, is_idle=is_idle)
-            finally:  # where warnings are errors
-                if active.is_monitored:
-                    self.pipeline.waiting.append(pending := self._pending(active, tags))
-                    if pending.readback.arrival.is_local:  # its values are on the host already
-                        self.pipeline.enter(pending.step, open_to_late_values=True)
-                else:
-                    self._close_unmonitored(active, tags)
-        finally:  # ranks change together, whatever failed on one of them
-            if is_watched or self.plugins.watch_idle_steps:  # a series of refused steps makes a plugin do so
-                self.plugins.call("on_step_closed", active, is_idle=is_idle)
-        if tags is None:
-            self.planning.prepare_next(may_rest=not (is_watched or self.pipeline.waiting))
-
-    def _take(self, active: ActiveStep, tags: dict[str, Any] | None) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
-        """End the measurements of this step; return its values, the model index and the facts that the loop knows of it."""
-        buffer, active.buffer, inventory = active.buffer, None, self.planning.planner.inventory
-        self.values.buffer = None
-        assert buffer is not None
-        assert inventory is not None
-        try:
-            if tags is None:
-                self.captures.end()
-        finally:  # collective: the other ranks wait, whatever failed here
-            self.planning.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
-        return buffer, inventory, self.values.late.tags.take() if tags is None else tags
-
-    def _close_unmonitored(self, active: ActiveStep, tags: dict[str, Any] | None) -> None:
-        if active.buffer is not None:
-            recorder, policy = self.plugins.built_in.recorder, self.plugins.built_in.policy
-            recorded = RecordedStep(active, *self._take(active, tags))
-            oldest = self.pipeline.waiting[0].step if self.pipeline.waiting else None
-            if recorder is not None:
-                self.pipeline.backfill(self.plugins.call_one(recorder, recorder.keep, recorded, oldest) or ())
-            if policy is not None and (known := policy.known) is not None and not active.is_overflowed:
-                self.plugins.call_one(policy, self.pipeline.learn, *known)
-        elif tags is None:
-            self.values.late.tags.clear()
-        if active.is_overflowed:
-            self.pipeline.count_refusal(active.is_interrupted)
-        if self.pipeline.detectors.count_unmonitored(active.is_overflowed and not active.is_interrupted):
-            self.plugins.alert(active.number)
-
-    def _pending(self, active: ActiveStep, tags: dict[str, Any] | None) -> PendingStep:
-        if self._cost.is_due:
-            self._cost.step_closed()
-        planning = self.planning
-        buffer, inventory, found = self._take(active, tags)
-        evaluate = self.captures.modules.values.evaluator() if active.due else None
-        readback = buffer.start_readback()
-        self.plugins.call("annotate", active)
-        groups = planning.groups() if self.pipeline.factory.layers.choice == "blocks" else []
-        cost, ranks, attached = self.fence.cost(), planning.exchange.ranks.count, planning.loop is not None
-        return PendingStep(readback, active, inventory, evaluate, groups, found, cost, ranks, attached)
-
-    # --- parts of a step that may be steps of their own ------------------------------------------------------------------------
-
-    def set_aside(self) -> None:
-        """An optimizer has stepped, and others are still to step: what was measured so far, and what is logged until the next pass, is a
-        part of the open step, which may be a step of its own.
-        """
-        active, inventory = self.active, self.planning.planner.inventory
-        if active is None:
-            return
-        self.captures.modules.set_aside()
-        part = active.set_aside()
-        if active.buffer is not None and inventory is not None:
-            active.buffer.used.update(inventory.foreign)
-            self.values.buffer = part.buffer
-        self._aside.append((part, self.values.late.tags.take()))
-
-    def part_began(self) -> None:
-        """A pass behind what was set aside begins another part."""
-        active = self.active
-        if active is not None and self._aside:
-            self._aside[-1][1].update(self.values.late.tags.take_late())
-            self.values.buffer = active.buffer
-            if active.buffer is not None and active.is_monitored:
-                active.buffer.rng = self.planning.random_states()
-
-    def rejoin(self, parts: int) -> None:
-        """The last ``parts`` parts that were set aside belong to the same step as what came since."""
-        if (active := self.active) is None:
-            return
-        for _ in range(parts):
-            part, tags = self._aside.pop()
-            active.rejoin(part)
-            self.values.late.tags.rejoin(tags)
-        self.values.buffer = active.buffer
-
-    def close_part(self, *, is_overflowed: bool) -> None:
-        """The first part that was set aside is a step of its own."""
-        self._last_part = self._last_part or self.active
-        self.active, tags = self._aside.popleft()
-        self._renumber(self.active)
-        self.close(is_overflowed=is_overflowed, tags=tags)
-
-    def parts_closed(self) -> None:
-        """What came since the last part is the open step."""
-        self.active, self._last_part = self._last_part, None
-        active = self.active
-        if active is None:
-            return
-        self._renumber(active)
-        if active.mode is IDLE:
-            self.captures.end()
-        else:
-            self.captures.gradients.forget_batches()
-        self.values.step_opened(active.buffer, active.is_monitored, hides_forward=False, is_tentative=False)
-        if active.mode is not IDLE or self.plugins.watch_idle_steps:
-            self.plugins.call("on_step_open", active, is_idle=active.mode is IDLE)
-
-    def _renumber(self, active: ActiveStep) -> None:
-        step = self.state.clock.step
-        if step is not None and step != active.number:
-            active.renumber(step, self.planning.mode_of(step))
