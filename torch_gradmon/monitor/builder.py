@@ -38,7 +38,7 @@ from .plugin_set import BuiltInPlugins, PluginSet
 from .records import Publisher, RecordFactory, RecordHistory, RecordPipeline, RunDirectory
 from .runtime import Runtime, at_exit
 from .steps import Cadence, Captures, StepLifecycle
-from .values import LateValues, ValueLog
+from .values import ValueLog
 
 # --- What a monitor offers its plugins ---
 
@@ -72,7 +72,7 @@ class MonitorContext:
 
     @property
     def step(self) -> int | None:
-        return self._lifecycle.state.clock.step
+        return self._lifecycle.state.step
 
     @property
     def is_step_open(self) -> bool:
@@ -89,7 +89,7 @@ class MonitorContext:
 
     @property
     def last_step(self) -> int | None:
-        return self._lifecycle.state.clock.ended
+        return self._lifecycle.state.ended
 
     @property
     def ranks_synchronised(self) -> bool:
@@ -136,11 +136,11 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     built_in = _plugins(options, planner, factory, detectors, directory, exchange, fence, history)
     plugins = PluginSet(built_in, options.plugins, complaints)
     publisher = Publisher(KeyFormatter(options.key_order, options.prefix), complaints, is_muted)
-    pipeline = RecordPipeline(
-        factory, detectors, history, directory, publisher, plugins, _on_spike(options), exchange, fence, is_muted
-    )
     state = StepState()
-    values = ValueLog(state, fence, LateValues(state, pipeline, built_in.recorder), exchange, captures.modules.passes)
+    pipeline = RecordPipeline(
+        state, factory, detectors, history, directory, publisher, plugins, _on_spike(options), exchange, fence, is_muted
+    )
+    values = ValueLog(state, fence, pipeline, exchange, captures.modules.passes)
     publisher.of_trainer = values.of_trainer
     cadence = Cadence(options.is_step_monitored, plugins, options.interval)
     runtime = Runtime(StepLifecycle(state, planner, captures, exchange, cadence, pipeline, values, fence))

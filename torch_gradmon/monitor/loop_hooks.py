@@ -66,7 +66,7 @@ class IdleStretch:
 
     def __init__(self, lifecycle: StepLifecycle) -> None:
         self._lifecycle, self._state = lifecycle, lifecycle.state
-        self._tags, self._plugins, self._fence = lifecycle.values.late.tags, lifecycle.plugins, lifecycle.fence
+        self._values, self._plugins, self._fence = lifecycle.values, lifecycle.plugins, lifecycle.fence
         self.left = self._missed = self._forwards = self._thread = self._key = 0
         # calls of the model since the last followed step of an optimizer, and the most between two
         self._followed = self._most = 0
@@ -85,8 +85,8 @@ class IdleStretch:
     def _leave(self) -> None:
         if self._forwards and self._state.is_open:
             self._state.patterns.called_in_training = True
-        if (self._missed or self._forwards) and self._state.clock.step is not None:
-            self._lifecycle.pass_idle(self._state.clock.step)
+        if (self._missed or self._forwards) and self._state.step is not None:
+            self._lifecycle.pass_idle(self._state.step)
             if not self._state.is_open:
                 self._state.leave_idle(self._key)
         self._fence.add_time(self._spent)
@@ -154,8 +154,8 @@ class IdleStretch:
             return False
         state.close_idle(key)
         self._key = key
-        if self._tags.current:
-            self._tags.clear()
+        if self._values.tags:
+            self._values.tags = {}
         self.depth[key] = self._forwards = 0
         self._missed += 1
         ended = perf_counter()

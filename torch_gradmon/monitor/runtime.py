@@ -32,7 +32,6 @@ from .loop_hooks import BackwardHooks, IdleStretch, ModelHooks, OptimizerHooks, 
 from .machine import StepCycle, StepMachine
 from .plugin_set import BuiltInPlugins
 from .steps import StepLifecycle, link, linkable
-from .values import OverflowLog
 
 if TYPE_CHECKING:
     from ..core.loop_mistakes import LoopFinding
@@ -156,13 +155,12 @@ class FollowedLoop:
         self,
         owner: object,
         lifecycle: StepLifecycle,
-        overflows: OverflowLog,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         scaler: torch.amp.GradScaler | None,
         wrappers: Sequence[tuple[Any, Optimizer]] = (),
     ) -> None:
-        self.owner, self.lifecycle, self._overflows = owner, lifecycle, overflows
+        self.owner, self.lifecycle = owner, lifecycle
         self.state, self.fence, self._plugins = lifecycle.state, lifecycle.fence, lifecycle.plugins
         self._captures, self._planner, self._complaints = lifecycle.captures, lifecycle.planner, self.fence.complaints
         self._audit = self._plugins.built_in.audit
@@ -387,7 +385,7 @@ class FollowedLoop:
         if (replicas := self._plugins.built_in.replicas) is not None:
             self._plugins.call_one(replicas, replicas.on_optimizer_stepped, optimizer)
         if found_inf is not None and not within:
-            self._overflows.note(found_inf)
+            self.lifecycle.values.note_overflow(found_inf)
         self.machine.step_ended(id(optimizer), within, self.scaler_hooks.in_step)
 
     def step_overflowed(self, optimizer: Optimizer) -> None:
@@ -538,7 +536,7 @@ class FollowedLoop:
         self._tell_missing("scaler", reason)
 
     def _tell_missing(self, key: str, reason: str) -> None:
-        self._complaints.add(key, f"{reason}; gradients before clipping are missing in step {self.state.clock.step}")
+        self._complaints.add(key, f"{reason}; gradients before clipping are missing in step {self.state.step}")
 
     def writes_early(self, optimizer: Hashable) -> bool:
         """Whether the optimizer wrote to its parameters before its closure had computed gradients."""
@@ -623,7 +621,6 @@ class Runtime:
         self.planner, self.pipeline, self.factory = lifecycle.planner, lifecycle.pipeline, lifecycle.pipeline.factory
         self.cycle = StepCycle(lifecycle, self.state)
         self.named_scaler: torch.amp.GradScaler | None = None
-        self._overflows = OverflowLog(lifecycle.values)
         self.owner: object = None
         self.mark: object = None  # by which watch() finds the monitor of a model
         self.join_ranks: Callable[[], object] = lambda: None  # when the loop begins, which is when a process may know other ranks
@@ -651,7 +648,7 @@ class Runtime:
     @fenced
     def begin_step(self, step: int) -> bool:
         """From now on steps begin and end by hand. Returns whether this one is monitored."""
-        if self.state.clock.step is None:
+        if self.state.step is None:
             self.join_ranks()
         self.lifecycle.values.follow(True)
         self.lifecycle.wake()
@@ -762,12 +759,12 @@ class Runtime:
 
     def would_monitor(self, step: int) -> bool:
         """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike or under a live change."""
-        clock, cadence, active = self.state.clock, self.lifecycle.cadence, self.lifecycle.active
-        if clock.step is not None and step <= clock.step:
-            is_open = self.state.is_open and step == clock.step and active is not None and active.is_monitored
-            is_known = self.pipeline.newest(step) is not None or step in self.pipeline.history
+        state, cadence, active = self.state, self.lifecycle.cadence, self.lifecycle.active
+        if state.step is not None and step <= state.step:
+            is_open = state.is_open and step == state.step and active is not None and active.is_monitored
+            is_known = step in self.pipeline.history or any(pending.step == step for pending in self.pipeline.waiting)
             return is_open or is_known or cadence.foretells(step, None)
-        ahead = step - clock.next_step if clock.step is None else (step - clock.step - 1) // clock.stride
+        ahead = step - state.next_step if state.step is None else (step - state.step - 1) // state.stride
         return cadence.foretells(step, ahead)
 
     def findings(self) -> list[LoopFinding]:
@@ -786,9 +783,9 @@ class Runtime:
         or only its backward pass shows it.
         """
         state = self.state
-        may_be = state.patterns.hides_forward or state.patterns.is_undecided or state.clock.ended is None
+        may_be = state.patterns.hides_forward or state.patterns.is_undecided or state.ended is None
         leads = self.loop is not None and not state.is_manual and torch.is_grad_enabled()
-        return may_be and leads and self.lifecycle.would_measure(state.clock.next_step)
+        return may_be and leads and self.lifecycle.would_measure(state.next_step)
 
     @property
     def stale_reason(self) -> str:
@@ -806,7 +803,7 @@ class Runtime:
 
     def counts(self) -> StepCounts:
         """Of the steps so far, as far as their values have come."""
-        summary, policy, attempts = self.factory.summary, self.built_in.policy, self.state.clock.attempts
+        summary, policy, attempts = self.factory.summary, self.built_in.policy, self.state.attempts
         skipped, rollbacks = (0, 0) if policy is None else (policy.skipped, policy.rollbacks)
         applied, overflowed = attempts - summary.not_applied, summary.not_applied - skipped - summary.interrupted
         return StepCounts(attempts, applied, skipped, overflowed, summary.nonfinite, rollbacks, summary.interrupted)
@@ -843,7 +840,7 @@ class Runtime:
         self.settle_now()
         self.lifecycle.wake()  # so that plugins have seen all steps
         records = {"summary": self.factory.summary.state_dict(), "detectors": self.pipeline.detectors.state_dict()}
-        steps = {"next_step": self.state.next_attempt, "attempted": self.state.clock.attempts}
+        steps = {"next_step": self.state.next_attempt, "attempted": self.state.attempts}
         policy, clips = self.built_in.policy, self.lifecycle.plugins.clips
         parts = {} if policy is None else {"acting": policy.state_dict()}
         parts["clipping"] = {} if clips is None else clips.state_dict()
@@ -883,7 +880,7 @@ class Runtime:
         if part == "next_step":
             self._continue_at(int(value))
         elif part == "attempted":
-            self.state.clock.attempts = int(value)
+            self.state.attempts = int(value)
         elif part == "plugins":
             for plugin in self.plugins:
                 if plugin.name in value:
@@ -896,7 +893,7 @@ class Runtime:
             {"summary": self.factory.summary, "detectors": self.pipeline.detectors, "acting": acting}[part].load_state_dict(value)
 
     def _continue_at(self, step: int) -> None:
-        self.state.clock.next_step = step
+        self.state.next_step = step
         self.lifecycle.wake()
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
@@ -925,7 +922,7 @@ class Runtime:
                 'a pipeline would have to do it together; use on_spike="warn" or "raise"'
             )
         # the user's function may raise, so it runs before anything is installed
-        self.lifecycle.cadence.asked(self.state.clock.next_step if start_step is None else start_step)
+        self.lifecycle.cadence.asked(self.state.next_step if start_step is None else start_step)
         if self.fence.inert:
             return
         before(module)
@@ -945,7 +942,7 @@ class Runtime:
         lifecycle.values.follow(True)
         self.state.follow()
         with outside_dispatch_modes():
-            loop = FollowedLoop(self, lifecycle, self._overflows, module, optimizers, self.named_scaler, wrappers)
+            loop = FollowedLoop(self, lifecycle, module, optimizers, self.named_scaler, wrappers)
             lifecycle.loop = loop
             lifecycle.plugins.restart()
             lifecycle.plugins.call("on_attach", module, optimizers)

@@ -212,7 +212,7 @@ class StepLifecycle:
 
     @property
     def was_monitored(self) -> bool:
-        return self.pipeline.has(self.state.clock.ended)
+        return self.pipeline.is_last_monitored
 
     # --- facts of the open step ----------------------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class StepLifecycle:
         built_in = self.plugins.built_in
         if built_in.detail.watches_idle_steps:
             self.plugins.call_one(built_in.detail, built_in.detail.before_step, step)
-        self.pipeline.seal(self.state.clock.ended, step)
+        self.pipeline.seal(step)
         self.pipeline.finish()
         if built_in.recorder is not None:
             built_in.recorder.seal()
@@ -260,14 +260,14 @@ class StepLifecycle:
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for its values."""
-        self.pipeline.enter(self.state.clock.ended, open_to_late_values=not self.state.is_open)
+        self.pipeline.enter(open_to_late_values=not self.state.is_open)
 
     def rewind(self, step: int, last: int | None) -> None:
         """The run goes back from ``last`` to ``step``; or begins, in a run directory that may have later steps."""
         if last is not None:
             message = f"step {step} comes after step {last}; a new segment begins in the run directory"
             self.fence.complaints.add("back", message)
-            self.pipeline.enter(None, open_to_late_values=False)
+            self.pipeline.enter(open_to_late_values=False)
             self.plugins.call("on_rewind", step)
             self.pipeline.rewind(step)
         self.pipeline.directory.rewind(step)
@@ -275,11 +275,11 @@ class StepLifecycle:
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
         """Begin ``step``; ``is_tentative``: a call in evaluation mode opens it; ``hides_forward``: no hook saw its forward."""
         self.wake()
-        active = self.active = ActiveStep(step, self.state.clock.stride)
+        active = self.active = ActiveStep(step, self.state.stride)
         modules = self.captures.modules
         active.mode = self.mode_of(step)
         is_idle = active.mode is IDLE
-        self.values.late.tags.begin(is_kept=not is_idle)
+        self.values.begin_tags(is_kept=not is_idle)
         if not is_idle or self.plugins.watch_idle_steps:
             self.plugins.call("on_step_open", active, is_idle=is_idle)
         if is_idle:
@@ -346,7 +346,7 @@ class StepLifecycle:
         if (policy := self.plugins.built_in.policy) is not None:
             self.plugins.call_one(policy, policy.step_dropped)
         if not was_tentative:
-            self.values.late.tags.clear()
+            self.values.tags = {}
         self.captures.end()
 
     def close(self, *, is_overflowed: bool, tags: dict[str, Any] | None = None) -> None:
@@ -374,7 +374,7 @@ class StepLifecycle:
                 if active.is_monitored:
                     self.pipeline.waiting.append(pending := self._pending(active, tags))
                     if pending.readback.arrival.is_local:  # its values are on the host already
-                        self.pipeline.enter(pending.step, open_to_late_values=True)
+                        self.pipeline.enter()
                 else:
                     self._close_unmonitored(active, tags)
         finally:  # ranks change together, whatever failed on one of them
@@ -394,7 +394,7 @@ class StepLifecycle:
                 self.captures.end()
         finally:  # collective: the other ranks wait, whatever failed here
             self.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
-        return buffer, inventory, self.values.late.tags.take() if tags is None else tags
+        return buffer, inventory, self.values.take_tags() if tags is None else tags
 
     def _close_unmonitored(self, active: ActiveStep, tags: dict[str, Any] | None) -> None:
         if active.buffer is not None:
@@ -406,7 +406,7 @@ class StepLifecycle:
             if policy is not None and (known := policy.known) is not None and not active.is_overflowed:
                 self.plugins.call_one(policy, self.pipeline.learn, *known)
         elif tags is None:
-            self.values.late.tags.clear()
+            self.values.tags = {}
         if active.is_overflowed:
             self.pipeline.count_refusal(active.is_interrupted)
         if self.pipeline.detectors.count_unmonitored(active.is_overflowed and not active.is_interrupted):
@@ -437,13 +437,13 @@ class StepLifecycle:
         if active.buffer is not None and inventory is not None:
             active.buffer.used.update(inventory.foreign)
             self.values.buffer = part.buffer
-        self._aside.append((part, self.values.late.tags.take()))
+        self._aside.append((part, self.values.take_tags()))
 
     def part_began(self) -> None:
         """A pass behind what was set aside begins another part."""
         active = self.active
         if active is not None and self._aside:
-            self._aside[-1][1].update(self.values.late.tags.take_late())
+            self._aside[-1][1].update(self.values.take_late_tags())
             self.values.buffer = active.buffer
             if active.buffer is not None and active.is_monitored:
                 active.buffer.rng = self.random_states()
@@ -455,7 +455,7 @@ class StepLifecycle:
         for _ in range(parts):
             part, tags = self._aside.pop()
             active.rejoin(part)
-            self.values.late.tags.rejoin(tags)
+            self.values.tags = {**tags, **self.values.tags}
         self.values.buffer = active.buffer
 
     def close_part(self, *, is_overflowed: bool) -> None:
@@ -481,7 +481,7 @@ class StepLifecycle:
             self.plugins.call("on_step_open", active, is_idle=active.mode is IDLE)
 
     def _renumber(self, active: ActiveStep) -> None:
-        step = self.state.clock.step
+        step = self.state.step
         if step is not None and step != active.number:
             active.renumber(step, self.mode_of(step))
 
@@ -531,14 +531,14 @@ class StepLifecycle:
         """A step has closed: register the hooks that the next one needs before anything is seen of it. ``may_rest``: no value is on its
         way, and no plugin watches.
         """
-        state, modules, step = self.state, self.captures.modules, self.state.clock.next_step
+        state, modules, step = self.state, self.captures.modules, self.state.next_step
         if state.is_manual:
             return
         if self.loop is not None and not (self.installed_for and self.installed_for[1]) and self.would_measure(step):
             self.install()  # the first thing seen of the next step may be its backward pass
         if modules.hooks.graphs.traced:  # or its forward, in a compiled graph
             modules.set_recording(self.would_measure(step))
-        elif may_rest and state.is_plain and step - 1 == state.clock.step and (steps := self.cadence.idle_ahead(step)) > 0:
+        elif may_rest and state.is_plain and step - 1 == state.step and (steps := self.cadence.idle_ahead(step)) > 0:
             self._rest(steps)
 
     def _rest(self, steps: int) -> None:
@@ -556,7 +556,7 @@ class StepLifecycle:
         elif self.loop is not None:
             if self.active is not None and self.active.is_monitored:
                 self._install_on_modules()  # what is due in the open step stays, but the next one needs its hooks in time
-            elif not self.state.is_open and self.would_measure(self.state.clock.next_step):
+            elif not self.state.is_open and self.would_measure(self.state.next_step):
                 with outside_dispatch_modes():
                     self.install()
 
