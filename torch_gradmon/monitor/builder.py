@@ -140,7 +140,7 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     pipeline = RecordPipeline(
         state, factory, detectors, history, directory, publisher, plugins, _on_spike(options), exchange, fence, is_muted
     )
-    values = ValueLog(state, fence, pipeline, exchange, captures.modules.passes)
+    values = ValueLog(state, fence, pipeline, exchange)
     publisher.of_trainer = values.of_trainer
     cadence = Cadence(options.is_step_monitored, plugins, options.interval)
     runtime = Runtime(StepLifecycle(state, planner, captures, exchange, cadence, pipeline, values, fence))

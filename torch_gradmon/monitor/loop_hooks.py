@@ -23,6 +23,7 @@ from ..capture.hooks import Handles, Hook, ModuleHook, WrappedMethod, takes_hook
 from ..core.errors import WarningLog
 from ..core.torch_modes import capture_check, is_accumulating
 from ..core.validation import inside
+from ..step.active_step import ActiveStep
 from ..step.model_index import Place, parameters_of
 from ..step.ranks import is_dtensor
 from .machine import StepsInBackward
@@ -86,7 +87,7 @@ class IdleStretch:
         if self._forwards and self._state.is_open:
             self._state.patterns.called_in_training = True
         if (self._missed or self._forwards) and self._state.step is not None:
-            self._lifecycle.pass_idle(self._state.step)
+            self._lifecycle.active = ActiveStep(self._state.step)
             if not self._state.is_open:
                 self._state.leave_idle(self._key)
         self._fence.add_time(self._spent)
@@ -102,10 +103,10 @@ class IdleStretch:
         if self._missed or self._forwards:
             missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
             if missed:
-                self._plugins.tell_audit("on_missed", missed)
+                self._plugins.tell("audit", "on_missed", missed)
             self._followed += forwards
             for _ in range(forwards):
-                self._plugins.tell_audit("on_forward")
+                self._plugins.tell("audit", "on_forward")
 
     def forward_followed(self) -> None:
         self.catch_up()
@@ -220,7 +221,6 @@ class SetAside:
             {name: (value, _copied(value)) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
-        self._versions = versions(optimizer)
         self.again()
 
     def again(self) -> None:
@@ -261,11 +261,6 @@ class SetAside:
                     with torch.no_grad():
                         value.copy_(before)
 
-    @property
-    def changed_parameters(self) -> bool:
-        """Whether the step changed parameters although it had no gradients, according to their version counters."""
-        return versions(self._optimizer) != self._versions
-
 
 def versions(optimizer: Optimizer) -> list[int]:
     """The number of in-place writes to each of its parameters, without those of fused kernels and through ``.data``."""
@@ -295,6 +290,7 @@ class GradientHolds:
     def hold(self, optimizer: Optimizer) -> None:
         if (held := self.held.get(id(optimizer))) is None:
             self.held[id(optimizer)] = SetAside(optimizer)
+            self.note_versions(optimizer)
         else:
             held.again()
 
@@ -304,7 +300,7 @@ class GradientHolds:
         if held is None:
             return
         self.left[id(optimizer)] = held.put_back()
-        if held.changed_parameters:
+        if self.was_changed(optimizer):
             kind, what = type(optimizer).__name__, "changed parameters in a skipped step"
             inner = f"{kind} {what}, although it had no gradients; attach the optimizer that it wraps instead"
             outer = f"the wrapper around {kind} {what}: what it changes outside the step of {kind} cannot be prevented"
@@ -321,11 +317,11 @@ class GradientHolds:
         return [parameter for each in left if (parameter := each.parameter()) is not None]
 
     def note_versions(self, optimizer: Optimizer) -> None:
-        """Note the parameters' versions before the optimizer calls its closure."""
+        """Note the parameters' versions before the optimizer calls its closure, or steps without gradients."""
         self._versions[id(optimizer)] = versions(optimizer)
 
     def was_changed(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` has written to its parameters since :meth:`note_versions`."""
+        """Whether ``optimizer`` has written to its parameters since :meth:`note_versions`, according to their version counters."""
         return self._versions.get(id(optimizer), []) != versions(optimizer)
 
 
@@ -598,7 +594,7 @@ class ScalerHooks:
             self._loop.forget_scaled(reason)
 
     def _tell(self, event: str, *args: object) -> None:
-        self._fence.run(self._loop.tell_audit, event, *args)
+        self._fence.run(self._loop.lifecycle.plugins.tell, "audit", event, *args)
 
     def _step(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # what is stepped may be of any kind; only those that were attached are followed
@@ -698,7 +694,7 @@ class BackwardHooks:
         self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
         self._in_backward: StepsInBackward = loop.state.in_backward
         self._handles = Handles()
-        self._installed: tuple[Sequence[Place], Sequence[tuple[Place, Hook, Hook]]] = (), ()
+        self._places: Sequence[Place] = ()
         self._tensors: list[int | None] = []  # the tensor in each place when hooks were registered
         self._completing: set[int] = set()  # places with hooks after the accumulation
         self._tasks: set[int] = set()
@@ -706,12 +702,16 @@ class BackwardHooks:
         self._is_over = False  # the engine reports the end of a backward pass right now
         self._stepped_within: set[int] = set()  # ids of the parameters of optimizers that have stepped within a backward pass
 
-    def install(self, parameters: Iterable[Place], local: Iterable[tuple[Place, Hook, Hook]]) -> None:
-        """Register the hooks for the ends of backward passes; ``local`` adds hooks on each gradient and after its accumulation."""
+    def install(self) -> None:
+        """Register the hooks for the ends of backward passes, and where micro-batches are measured, on each gradient and after its
+        accumulation.
+        """
         self.uninstall()
-        self._installed = places, local = list(parameters), list(local)
+        loop, planner = self._loop, self._loop.lifecycle.planner
+        references = planner.inventory.references
+        self._places = list(planner.source.hook_places(references))
         # a parameter that an optimizer has and that is frozen now may thaw later in the step, as where two of them alternate
-        owned = set(map(id, parameters_of(*self._loop.ownership.alive())))
+        owned = set(map(id, parameters_of(*loop.ownership.alive())))
 
         def is_trained(parameter: nn.Parameter | None) -> bool:
             if parameter is None or parameter.requires_grad:
@@ -719,12 +719,12 @@ class BackwardHooks:
             return id(parameter) in owned and (parameter.is_floating_point() or parameter.is_complex())
 
         first = self._is_over or _running_task() == -1
-        for place, on_gradient, on_accumulate in local:
-            if is_trained(place()):
-                self._handles.on_gradient(place, on_gradient)
-                self._handles.on_accumulate(place, on_accumulate, first)
+        for position in planner.local_positions():
+            if is_trained(references[position]()):
+                self._handles.on_gradient(references[position], Hook(loop.gradient_came, position))
+                self._handles.on_accumulate(references[position], Hook(loop.gradient_accumulated, position), first)
         self._completing.clear()
-        for position, place in enumerate(places):
+        for position, place in enumerate(self._places):
             parameter = place()
             if not is_trained(parameter):
                 continue
@@ -733,7 +733,7 @@ class BackwardHooks:
             else:
                 # removed, one after the accumulation would go on costing as much: a part of it stays in the tensor
                 self._handles.on_gradient(place, _GradientHook(self._came, position, self._tasks, self._in_backward))
-        self._tensors = [_tensor_in(place) for place in places]
+        self._tensors = [_tensor_in(place) for place in self._places]
 
     def uninstall(self) -> None:
         self._handles.remove()
@@ -744,26 +744,25 @@ class BackwardHooks:
 
         Parameters may be replaced as objects or, by a conversion, as the tensors inside of them.
         """
-        places, local = self._installed
-        if self._tensors == [_tensor_in(place) for place in places]:
+        if self._tensors == [_tensor_in(place) for place in self._places]:
             return False
         if all(parameter.grad is None for parameter in parameters_of(optimizer)):
             return False
-        for place in places:
+        for place in self._places:
             if (parameter := place()) is not None:
                 for attribute in ("_post_accumulate_grad_hooks", "_backward_hooks"):
                     # those of others too: it is the assignment that counts
                     if (hooks := getattr(parameter, attribute)) is not None:
                         setattr(parameter, attribute, None)
                         setattr(parameter, attribute, hooks)
-        self.install(places, local)
+        self.install()
         return True
 
     def _await_accumulation(self, position: int, first: bool) -> None:
         """Have the accumulation of this gradient reported, before a hook in which an optimizer steps."""
         if position not in self._completing:
             self._completing.add(position)
-            self._handles.on_accumulate(self._installed[0][position], Hook(self._accumulated, position), first)
+            self._handles.on_accumulate(self._places[position], Hook(self._accumulated, position), first)
 
     # no fence where there is nothing to report
 
@@ -776,7 +775,7 @@ class BackwardHooks:
             self._remember(_running_task())
 
     def _expect_step(self, position: int) -> None:
-        parameter = self._installed[0][position]()
+        parameter = self._places[position]()
         if parameter is not None and self._may_step_at(parameter):  # the hook on it came after ours
             self._await_accumulation(position, first=True)
 
@@ -888,8 +887,8 @@ class ModelHooks:
         self._fence.run(self._forward_began, module, True)
 
     def _root_called(self, module: nn.Module, by_own_hook: bool) -> None:
-        if self._optimizers.may_skip and module.training and _running_task() == -1:
-            self._loop.moves_buffers(module)
+        if self._optimizers.may_skip and module.training and _running_task() == -1 and self._loop.machine.moves_buffers():
+            self._loop.lifecycle.plugins.tell("policy", "before_forward", module)
         if self._forward_began(module, by_own_hook) and by_own_hook:
             self._loop.lifecycle.captures.modules.training_began()
 

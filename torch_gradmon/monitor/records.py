@@ -118,12 +118,7 @@ class RunDirectory:
         self._has_claimed = False  # the directory, with its first step
         self._tells, self._has_news = tells, False  # since the end was told last
         if path is not None:
-            self._begin(path)
-
-    def _begin(self, path: str | os.PathLike[str]) -> None:
-        self.facts["process"] = process_facts()
-        if not self._is_muted():
-            self._opened(path)
+            self.keep_in(path)
 
     def keep_in(self, path: str | os.PathLike[str]) -> None:
         """Keep the run there. No step has ended yet.
@@ -132,7 +127,9 @@ class RunDirectory:
             OSError: it cannot be written.
         """
         self._path, self._complaints.run = path, str(path)
-        self._begin(path)
+        self.facts["process"] = process_facts()
+        if not self._is_muted():
+            self._opened(path)
 
     def __del__(self) -> None:
         self._end()
@@ -683,6 +680,7 @@ class RecordPipeline:
             is_latest = record.step == self._state.ended
             if not (is_latest and open_to_late_values):
                 self.finish()
+                self.publisher.publish()
             if not is_latest:
                 self.last = None
             if only_oldest:
@@ -745,21 +743,19 @@ class RecordPipeline:
     # --- the end of the last record ------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Nothing more can come for the last record: evaluate the signals that came late, and send it to the sinks."""
+        """Nothing more can come for the last record, which may go out to the sinks: evaluate the signals that came late."""
         if self.last is not None and not self._is_finished:
-            self._is_finished, record = True, self.last
-            self._detect_late(record)
+            record = self.last
+            self.detect_late(is_end=True)
             if reports := self.detectors.follow_up.reports(self.last or record, self._signals):
                 self._warn(reports)
             self.detectors.finish(self.absent)
-        self.publisher.publish()
 
-    def detect_late(self) -> None:
-        """Evaluate the signals that came late so far, before the last record is finished."""
-        if self.last is not None and not self._is_finished:
-            self._detect_late(self.last)
-
-    def _detect_late(self, record: StepRecord) -> None:
+    def detect_late(self, is_end: bool = False) -> None:
+        """Evaluate the signals that came late so far; ``is_end``: no more will come."""
+        if (record := self.last) is None or self._is_finished:
+            return
+        self._is_finished = is_end
         events: list[SpikeEvent] = []
         if self.detectors.accepts_late_values:
             detected, events = self.detectors.detect(record, {}, self.absent)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..capture.gradients import inverse, reciprocal, scale_of
-from ..capture.hooks import Hook, WrappedMethod
+from ..capture.hooks import WrappedMethod
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display, nearest, warn_user
@@ -202,23 +202,11 @@ class FollowedLoop:
     def scaler(self) -> torch.amp.GradScaler | None:
         return self.scaler_hooks.scaler
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a step of the optimizer is one call of its hooks, and nothing else belongs to it."""
-        return self.optimizer_hooks.are_plain and self.scaler is None
-
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        planner = self._planner
-        assert planner.inventory is not None
-        self._captures.parameters.shared = self.ownership.update(planner)
-        places = planner.inventory.references
-        local = [
-            (places[position], Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
-            for position in planner.local_positions()
-        ]
-        self.backward_hooks.install(planner.source.hook_places(places), local)
+        self._captures.parameters.shared = self.ownership.update(self._planner)
+        self.backward_hooks.install()
 
     def remove_hooks(self) -> None:
         self.backward_hooks.uninstall()
@@ -298,14 +286,6 @@ class FollowedLoop:
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
-    def tell_audit(self, event: str, *args: object) -> None:
-        self._plugins.tell_audit(event, *args)
-
-    def moves_buffers(self, module: nn.Module) -> None:
-        policy = self._plugins.built_in.policy
-        if policy is not None and self.machine.moves_buffers():
-            self._plugins.call_one(policy, policy.before_forward, module)
-
     def forward_began(self, in_eval: bool, in_closure: bool, counts: bool) -> None:
         """The model is called in training, perhaps in evaluation mode. ``counts``: no other hook reports this call."""
         if self.fence.is_captured:
@@ -320,7 +300,7 @@ class FollowedLoop:
     def _optimizers_lost(self) -> None:
         self.is_orphaned = True
         self._complaints.add("optimizers", _LOST)
-        self.tell_audit("on_optimizers_lost")
+        self._plugins.tell("audit", "on_optimizers_lost")
 
     def part_called(self, module: nn.Module) -> None:
         """A part of the model is called, by something else than the root."""
@@ -382,18 +362,17 @@ class FollowedLoop:
         """The optimizer has stepped, unless ``found_inf`` (of a fused optimizer under a GradScaler) is not zero."""
         self.stretch.step_followed()
         self._plugins.call_one(self._audit, self._audit.on_optimizer_stepped, optimizer)
-        if (replicas := self._plugins.built_in.replicas) is not None:
-            self._plugins.call_one(replicas, replicas.on_optimizer_stepped, optimizer)
+        self._plugins.tell("replicas", "on_optimizer_stepped", optimizer)
         if found_inf is not None and not within:
             self.lifecycle.values.note_overflow(found_inf)
         self.machine.step_ended(id(optimizer), within, self.scaler_hooks.in_step)
 
     def step_overflowed(self, optimizer: Optimizer) -> None:
-        self.tell_audit("on_optimizer_overflowed", optimizer)
+        self._plugins.tell("audit", "on_optimizer_overflowed", optimizer)
         self.machine.step_overflowed(id(optimizer), self.scaler_hooks.in_step)
 
     def scaler_updated(self) -> None:
-        self.tell_audit("on_scaler_updated")
+        self._plugins.tell("audit", "on_scaler_updated")
         self.machine.scaler_updated()
 
     # --- what the step machine asks for: gradients -------------------------------------------------------------------------------
@@ -650,7 +629,7 @@ class Runtime:
         """From now on steps begin and end by hand. Returns whether this one is monitored."""
         if self.state.step is None:
             self.join_ranks()
-        self.lifecycle.values.follow(True)
+        self.lifecycle.values.is_detached = False
         self.lifecycle.wake()
         if self.loop is None and self.lifecycle.plugins.has("before_optimizer_step"):
             message = (
@@ -675,6 +654,7 @@ class Runtime:
     def _publish(self) -> None:
         self.lifecycle.flush_pending()
         self.pipeline.finish()
+        self.pipeline.publisher.publish()
 
     @fenced
     def log_sample_losses(self, ids: Any, losses: Tensor) -> None:
@@ -776,13 +756,14 @@ class Runtime:
 
     @property
     def is_listening(self) -> bool:
-        return self.lifecycle.values.is_listening(self._may_be_forward)
-
-    def _may_be_forward(self) -> bool:
-        """Whether, though no step is open, this may be the forward of the next one: no hook saw the last one's, or this is the first,
-        or only its backward pass shows it.
+        """Whether a value from inside of a forward counts: in a step that is measured, and where this may be the forward of the next one,
+        since no hook saw the last one's, or it is the first, or only its backward pass shows it.
         """
-        state = self.state
+        state, values, passes = self.state, self.lifecycle.values, self.captures.modules.passes
+        if passes.paused or not passes.in_training:
+            return False
+        if state.is_open:
+            return values.buffer is not None and values.is_recording
         may_be = state.patterns.hides_forward or state.patterns.is_undecided or state.ended is None
         leads = self.loop is not None and not state.is_manual and torch.is_grad_enabled()
         return may_be and leads and self.lifecycle.would_measure(state.next_step)
@@ -939,7 +920,7 @@ class Runtime:
 
     def _follow(self, module: nn.Module, optimizers: list[Optimizer], wrappers: Sequence[tuple[Any, Optimizer]]) -> None:
         lifecycle = self.lifecycle
-        lifecycle.values.follow(True)
+        lifecycle.values.is_detached = False
         self.state.follow()
         with outside_dispatch_modes():
             loop = FollowedLoop(self, lifecycle, module, optimizers, self.named_scaler, wrappers)
@@ -956,7 +937,7 @@ class Runtime:
 
     def _unfollow(self) -> None:
         lifecycle = self.lifecycle
-        lifecycle.values.follow(False)
+        lifecycle.values.is_detached = True
         lifecycle.uninstall()
         self.captures.modules.remove()
         if self.captures.modules.reference is not None:

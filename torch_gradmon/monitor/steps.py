@@ -241,7 +241,7 @@ class StepLifecycle:
         self.captures.modules.pause(is_paused)
         self.state.is_paused = is_paused
         self.wake()
-        self.plugins.tell_audit("on_pause", is_paused)
+        self.plugins.tell("audit", "on_pause", is_paused)
 
     # --- opening -------------------------------------------------------------------------------------------------------------
 
@@ -250,13 +250,14 @@ class StepLifecycle:
         self._had_root_inputs = self.captures.modules.hooks.on_root_inputs  # what the step needs may be registered with it
         built_in = self.plugins.built_in
         if built_in.detail.watches_idle_steps:
-            self.plugins.call_one(built_in.detail, built_in.detail.before_step, step)
+            self.plugins.tell("detail", "before_step", step)
         self.pipeline.seal(step)
         self.pipeline.finish()
+        self.pipeline.publisher.publish()
         if built_in.recorder is not None:
             built_in.recorder.seal()
         if built_in.post_spike.watches_idle_steps:  # a spike in the last record makes it do so
-            self.plugins.call_one(built_in.post_spike, built_in.post_spike.before_step)
+            self.plugins.tell("post_spike", "before_step")
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for its values."""
@@ -293,10 +294,6 @@ class StepLifecycle:
                 modules.root_inputs_missed()
         modules.passes.counts_eval = modules.passes.is_tentative = is_tentative
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
-
-    def pass_idle(self, step: int) -> None:
-        """The steps up to ``step`` were idle, or are, and were only counted."""
-        self.active = ActiveStep(step)
 
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""
@@ -343,8 +340,7 @@ class StepLifecycle:
         if self.active is not None:
             self.active.buffer = None
         self.values.buffer = None
-        if (policy := self.plugins.built_in.policy) is not None:
-            self.plugins.call_one(policy, policy.step_dropped)
+        self.plugins.tell("policy", "step_dropped")
         if not was_tentative:
             self.values.tags = {}
         self.captures.end()
@@ -542,9 +538,13 @@ class StepLifecycle:
             self._rest(steps)
 
     def _rest(self, steps: int) -> None:
-        """The next ``steps`` steps are idle: only count them, if no hook is registered but those that every step needs."""
-        if self.loop is not None and self.is_bare and not self.captures.modules.hooks.on_root and self.loop.is_plain:
-            self.loop.stretch.begin(steps)
+        """The next ``steps`` steps are idle: only count them, if no hook is registered but those that every step needs, and a step of the
+        optimizer is one call of its hooks.
+        """
+        if (loop := self.loop) is None or not self.is_bare or self.captures.modules.hooks.on_root:
+            return
+        if loop.optimizer_hooks.are_plain and loop.scaler is None:
+            loop.stretch.begin(steps)
 
     def replan(self, drop_hooks: bool = False) -> None:
         """What is measured changed: register the hooks for it now, or leave that to the next step where there is time."""

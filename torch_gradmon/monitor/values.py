@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..capture.hooks import PassTracker
 from ..capture.module_values import copied
 from ..core.errors import GradmonWarning
 from ..core.fence import Fence
@@ -33,13 +32,12 @@ _REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 class ValueLog:
     """Routes what the loop tells to steps: values that it logs, and facts (tags) about steps."""
 
-    def __init__(
-        self, state: StepState, fence: Fence, pipeline: RecordPipeline, exchange: ExchangePolicy, passes: PassTracker
-    ) -> None:
+    def __init__(self, state: StepState, fence: Fence, pipeline: RecordPipeline, exchange: ExchangePolicy) -> None:
         self._state, self._fence, self._pipeline = state, fence, pipeline
-        self._exchange, self._passes = exchange, passes
+        self._exchange = exchange
         self.buffer: StepBuffer | None = None  # of the open step, or of a part of it; None where it takes no values
-        self.is_recording = self._is_detached = False  # the first: all that is due is measured in the open step
+        self.is_recording = False  # all that is due is measured in the open step
+        self.is_detached = False  # the monitor left the run, and drops what is logged
         self._early: StepBuffer | None = None  # logged for the step to come
         self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
         self._first_keys: frozenset[Key] = frozenset()
@@ -60,10 +58,6 @@ class ValueLog:
             buffer.absorb(hidden)
         if self._early is not None and not is_tentative:
             self.take_early()
-
-    def follow(self, is_followed: bool) -> None:
-        """The monitor follows the run, or left it, and then drops what is logged."""
-        self._is_detached = not is_followed
 
     def take_early(self) -> None:
         """The open step is a training step: what was logged for it belongs to it."""
@@ -91,7 +85,7 @@ class ValueLog:
         the loop what ``float(loss)`` does.
         """
         began, key = perf_counter(), self._plain.get(name)
-        if key is None or self._is_detached or self._exchange.shares_values:
+        if key is None or self.is_detached or self._exchange.shares_values:
             return False
         if type(value) is Tensor:
             if _function_modes() or _dispatch_modes() or _interpreter() is not None:  # they see each question to a tensor
@@ -124,12 +118,6 @@ class ValueLog:
         if are_late:
             self._pipeline.add(late)
 
-    def is_listening(self, may_be_forward: Callable[[], bool]) -> bool:
-        """Whether a value from inside of a forward counts. ``may_be_forward``: this may be the forward of the next step."""
-        if self._passes.paused or not self._passes.in_training:
-            return False
-        return self.buffer is not None and self.is_recording if self._state.is_open else may_be_forward()
-
     def log(
         self,
         key: Key,
@@ -144,27 +132,20 @@ class ValueLog:
         """
         if self._fence.inert:
             return
-        began = perf_counter()
+        began, text = perf_counter(), "/".join(filter(None, key))
         try:
-            self._log_now(key, value, aggregation, reducer, is_measured, stands_in)
-        finally:
-            self._fence.add_since(began)
-
-    def _log_now(self, key: Key, value: Any, aggregation: Aggregation, reducer: str, is_measured: bool, stands_in: bool) -> None:
-        text = "/".join(filter(None, key))
-        if self._is_detached:
+            if self.is_detached:
+                if not stands_in:
+                    self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
+                return
+            if reducer:
+                self._exchange.reduces = True
             if not stands_in:
-                self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
-            return
-        if reducer:
-            self._exchange.reduces = True
-        if not stands_in:
-            self.of_trainer.discard(key)
-        elif key not in self.logged:
-            self.of_trainer.add(key)
-        self.logged.add(key)
-        self._warn_late(key, text, reducer)
-        try:
+                self.of_trainer.discard(key)
+            elif key not in self.logged:
+                self.of_trainer.add(key)
+            self.logged.add(key)
+            self._warn_late(key, text, reducer)
             with outside_dispatch_modes():
                 if self._waiting:
                     self._log_waiting()
@@ -180,6 +161,8 @@ class ValueLog:
             raise
         except Exception as error:  # the value, or the code that gets it, is at fault
             self._lose(key, error)
+        finally:
+            self._fence.add_since(began)
 
     def _lose(self, key: Key, error: Exception) -> None:
         text = "/".join(filter(None, key))
@@ -212,21 +195,16 @@ class ValueLog:
         """To which step a value belongs that is logged now: the ``open`` one, the ``last`` or the ``next`` one, or one whose forward is
         running and ``hidden`` from hooks; empty if that is not monitored.
         """
-        if self.buffer is not None and (is_measured or not self._state.progress.is_tentative):
-            return "open"
-        if is_measured and not self._state.is_open:
-            return "hidden"
-        return "next" if self._is_ahead(key) else "" if self._state.is_open else "last"
-
-    def _is_ahead(self, key: Key) -> bool:
-        """Whether a value that is logged now belongs to the step to come, as far as is known."""
         state = self._state
+        if self.buffer is not None and (is_measured or not state.progress.is_tentative):
+            return "open"
+        if is_measured and not state.is_open:
+            return "hidden"
         if state.is_open:
-            return state.progress.is_tentative
-        if state.step is None or state.patterns.is_undecided:
-            return True
+            return "next" if state.progress.is_tentative else ""
         # what came before the first backward pass shows on which side of a hidden forward the loop logs
-        return state.patterns.hides_forward and (key in self._first_keys or self._early is not None)
+        is_ahead = state.patterns.hides_forward and (key in self._first_keys or self._early is not None)
+        return "next" if is_ahead or state.step is None or state.patterns.is_undecided else "last"
 
     def put(self, values: Mapping[Key, DeviceValue]) -> None:
         """Merge device values into the open step; conditional values are replaced, others are summed."""
@@ -244,7 +222,7 @@ class ValueLog:
         """Add facts about the step that a scalar logged now would belong to; between two steps about the coming one, if that is how
         they were given at first.
         """
-        if self._is_detached:
+        if self.is_detached:
             return
         if self._state.step is None:
             self._ahead |= tags.keys()
