@@ -620,13 +620,14 @@ class ScalerHooks:
         self._tell("on_unscaled", self._optimizers.inside(optimizer))
 
     def _update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        scaler = self._scales.scaler
-        # a scale that the loop itself sets remains
-        is_held, overrules = (False, False) if args or kwargs else self._loop.holds_scaler()
+        scaler, lifecycle = self._scales.scaler, self._loop.lifecycle
+        # the scaler must not count a skipped attempt; a scale that the loop itself sets remains
+        is_held = lifecycle.is_skipped and not (args or kwargs)
         before = ScalerAsItWas(scaler) if is_held and scaler is not None else None
         original(*args, **kwargs)
         if before is not None:
-            before.put_back(overrules)
+            policy = lifecycle.plugins.built_in.policy
+            before.put_back(overruled=policy is not None and policy.overrules_scaler)
         self._fence.run(self._loop.scaler_updated)
 
 
@@ -882,17 +883,13 @@ class ModelHooks:
         """The root is called, as another hook on it reports. Idempotent."""
         self._fence.run(self._root_called, module, False)
 
-    def part_called(self, module: nn.Module) -> None:
-        """A part of the model is called, by something else than the root."""
-        self._fence.run(self._forward_began, module, True)
-
     def _root_called(self, module: nn.Module, by_own_hook: bool) -> None:
         if self._optimizers.may_skip and module.training and _running_task() == -1 and self._loop.machine.moves_buffers():
             self._loop.lifecycle.plugins.tell("policy", "before_forward", module)
-        if self._forward_began(module, by_own_hook) and by_own_hook:
+        if self.forward_began(module, by_own_hook) and by_own_hook:
             self._loop.lifecycle.captures.modules.training_began()
 
-    def _forward_began(self, module: nn.Module, counts: bool) -> bool:
+    def forward_began(self, module: nn.Module, counts: bool) -> bool:
         """Report a training forward, and no evaluation or recomputation; whether it is one. ``counts``: nothing else reports it."""
         if not self._optimizers.is_shielded:
             self._optimizers.shield()

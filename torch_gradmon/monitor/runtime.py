@@ -279,11 +279,6 @@ class FollowedLoop:
             ignored = frozenset(index.names[p] for p in positions)
         return OptimizerContext(has_scaler, is_overflowed, " and ".join(stepped), ignored, bool(own))
 
-    def holds_scaler(self) -> tuple[bool, bool]:
-        """Whether the scaler must not count this attempt, and whether that holds although it found infinite gradients on this rank."""
-        is_held, policy = self.lifecycle.is_skipped, self._plugins.built_in.policy
-        return is_held, is_held and policy is not None and policy.overrules_scaler
-
     # --- events --------------------------------------------------------------------------------------------------------------
 
     def forward_began(self, in_eval: bool, in_closure: bool, counts: bool) -> None:
@@ -307,7 +302,7 @@ class FollowedLoop:
         state = self.state
         in_eval = state.patterns.trains_in_eval and not module.training  # in a step that a call in training mode has opened
         if not state.is_open or state.progress.is_tentative or in_eval:
-            self.model_hooks.part_called(module)
+            self.fence.run(self.model_hooks.forward_began, module, True)
 
     def gradient_complete(self, position: int) -> None:
         """The gradient of this parameter is complete, and its optimizer may step before the backward pass is over.
