@@ -133,7 +133,7 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     captures = Captures(Measurer(statistics, complaints, ranks), fence, options.sampled_updates)
     exchange = ExchangePolicy(ranks, complaints, planner, factory.summary, detectors, options.interval)
     history = RecordHistory(options.history, detectors.history)
-    built_in = _plugins(options, planner, factory, detectors, directory, exchange, fence, history)
+    built_in = _plugins(options, planner, factory, detectors, directory, exchange, fence)
     plugins = PluginSet(built_in, options.plugins, complaints)
     publisher = Publisher(KeyFormatter(options.key_order, options.prefix), complaints, is_muted)
     state = StepState()
@@ -179,7 +179,6 @@ def _plugins(
     directory: RunDirectory,
     exchange: ExchangePolicy,
     fence: Fence,
-    history: RecordHistory,
 ) -> BuiltInPlugins:
     summary, complaints = factory.summary, fence.complaints
     post_spike = PostSpikeDetail(planner, options.spike_capture.after)
