@@ -118,7 +118,7 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
             states.append(monitor.last_record.detail)
             seen.append(monitor.last_record.step if monitor.get_step_metrics() else None)
         last = monitor.last_record.detail
-        meets = monitor._runtime.lifecycle.planning.exchange.exchanges_values
+        meets = monitor._runtime.lifecycle.exchange.exchanges_values
         monitor.detach()
     found |= {"states": states, "seen": seen, "last": last, "meets": meets, "complaints": monitor.warning_counts()}
     found |= {

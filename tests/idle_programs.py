@@ -185,7 +185,7 @@ class Loop:
         return (
             ()
             if monitor is None
-            else (monitor.current_step, monitor._runtime.state.clock.ended, str(monitor.get_step_counts()), len(self.rows))
+            else (monitor.current_step, monitor._runtime.state.ended, str(monitor.get_step_counts()), len(self.rows))
         )
 
     # --- the loop --------------------------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def _counting(is_on: bool) -> Iterator[list[int]]:
 
     def step_ended(self: IdleStretch, *arguments: Any) -> bool:
         is_all = ended(self, *arguments)
-        counted.extend([self._state.clock.ended or 0] * is_all)
+        counted.extend([self._state.ended or 0] * is_all)
         return is_all
 
     IdleStretch.step_ended, loop_audit.TRUSTED = step_ended, TRUSTED  # type: ignore[method-assign]

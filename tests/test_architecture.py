@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.monitor.machine import Phase, StepMachine
+from torch_gradmon.monitor.machine import StepMachine
 
 from .reads import HostReads
+from .test_step_machine import Phase
 
 ROOT = Path(__file__).parent.parent
 
@@ -257,7 +258,7 @@ def test_step_machine_holds_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
             moment()
             assert not [each for each in _held(machine) if isinstance(each, torch.Tensor)]
     loss = torch.zeros(())
-    monkeypatch.setattr(machine.state.clock, "stride", [loss])
+    monkeypatch.setattr(machine.state, "stride", [loss])
     assert any(each is loss for each in _held(machine)), "the search finds nothing any more"
 
 

@@ -67,7 +67,7 @@ class World:
                 list(session.pipeline.publisher.sinks),
                 session.factory.summary.choice.keys,
             ]
-            found += [session.state.clock.step, session.state.is_open, monitor.has_reference_module(), monitor.state_dict()]
+            found += [session.state.step, session.state.is_open, monitor.has_reference_module(), monitor.state_dict()]
         return found
 
 

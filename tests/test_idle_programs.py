@@ -42,7 +42,7 @@ def test_a_step_that_is_counted_wrongly_is_found(monkeypatch: pytest.MonkeyPatch
     original = idle_programs.IdleStretch.step_ended
 
     def step_ended(self: idle_programs.IdleStretch, *arguments: Any) -> bool:
-        self._state.clock.attempts += 1
+        self._state.attempts += 1
         return original(self, *arguments)
 
     monkeypatch.setattr(idle_programs.IdleStretch, "step_ended", step_ended)

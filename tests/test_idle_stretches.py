@@ -34,7 +34,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def step_ended(self: IdleStretch, *arguments: Any) -> bool:
         is_all = original(self, *arguments)
         if is_all:
-            steps.append(self._state.clock.ended or 0)
+            steps.append(self._state.ended or 0)
         return is_all
 
     monkeypatch.setattr(IdleStretch, "step_ended", step_ended)

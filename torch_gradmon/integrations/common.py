@@ -32,7 +32,7 @@ from ..step.summary import BATCH_DOCUMENTATION, KEY_DOCUMENTATION, ON_REQUEST
 
 def last_step(monitor: ModuleMonitor) -> int | None:
     """Number of the step that ended last, which reads nothing of it."""
-    return monitor._runtime.state.clock.ended
+    return monitor._runtime.state.ended
 
 
 class AdapterMonitor:

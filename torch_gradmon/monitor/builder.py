@@ -35,8 +35,8 @@ from .options import Distributed, MonitorOptions
 from .plugin_set import BuiltInPlugins, PluginSet
 from .records import Publisher, RecordFactory, RecordHistory, RecordPipeline, RunDirectory
 from .runtime import Runtime, at_exit
-from .steps import Cadence, Captures, StepLifecycle, StepPlanning
-from .values import LateValues, ValueLog
+from .steps import Cadence, Captures, StepLifecycle
+from .values import ValueLog
 
 
 def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
@@ -59,18 +59,17 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     captures = Captures(Measurer(statistics, complaints, ranks), fence, options.sampled_updates)
     exchange = ExchangePolicy(ranks, complaints, planner, factory.summary, detectors, options.interval)
     history = RecordHistory(options.history, detectors.history)
-    built_in = _plugins(options, planner, factory, detectors, directory, exchange, fence, history)
+    built_in = _plugins(options, planner, factory, detectors, directory, exchange, fence)
     plugins = PluginSet(built_in, options.plugins, complaints)
     publisher = Publisher(KeyFormatter(options.key_order, options.prefix), complaints, is_muted)
-    pipeline = RecordPipeline(
-        factory, detectors, history, directory, publisher, plugins, _on_spike(options), exchange, fence, is_muted
-    )
     state = StepState()
-    values = ValueLog(state, fence, LateValues(state, pipeline, built_in.recorder), exchange, captures.passes)
+    pipeline = RecordPipeline(
+        state, factory, detectors, history, directory, publisher, plugins, _on_spike(options), exchange, fence, is_muted
+    )
+    values = ValueLog(state, fence, pipeline, exchange)
     publisher.of_trainer = values.of_trainer
     cadence = Cadence(options.is_step_monitored, plugins, options.interval)
-    planning = StepPlanning(state, planner, captures, exchange, factory, cadence, fence)
-    runtime = Runtime(StepLifecycle(planning, pipeline, values))
+    runtime = Runtime(StepLifecycle(state, planner, captures, exchange, cadence, pipeline, values, fence))
     for plugin in plugins:
         plugin.context = PluginContext(runtime.lifecycle, plugin)
     if directory.path is not None:
@@ -106,7 +105,6 @@ def _plugins(
     directory: RunDirectory,
     exchange: ExchangePolicy,
     fence: Fence,
-    history: RecordHistory,
 ) -> BuiltInPlugins:
     summary, complaints = factory.summary, fence.complaints
     post_spike = PostSpikeDetail(planner, options.spike_capture.after)

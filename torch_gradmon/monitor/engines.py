@@ -287,7 +287,7 @@ def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
     ranks = runtime.captures.measurer.ranks
     if runtime.fence.inert:
         return
-    exchange = runtime.lifecycle.planning.exchange.between
+    exchange = runtime.lifecycle.exchange.between
     if not exchange.all_take_part("stages"):
         raise ValueError(
             f"some ranks do not watch their stages of the pipeline ({exchange.why_not('stages')}): call watch(schedule, optimizer) on "

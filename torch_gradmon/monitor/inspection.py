@@ -46,13 +46,13 @@ def describe(runtime: Runtime) -> dict[str, str]:
 
 
 def last_record(runtime: Runtime) -> StepView | None:
-    step, policy, change = runtime.state.clock.ended, runtime.built_in.policy, detail_of(runtime)
+    step, policy, change = runtime.state.ended, runtime.built_in.policy, detail_of(runtime)
     if step is None:
         return None
 
     def record() -> StepRecord | None:
         last = runtime.settle_now()
-        if runtime.state.clock.ended != step:
+        if runtime.state.ended != step:
             raise RuntimeError(f"step {step} is over: read its values before the next step ends, or keep them in a run directory")
         return last
 
@@ -102,7 +102,7 @@ def missing(runtime: Runtime) -> dict[str, str]:
     if record is None and not why:
         return {}
     follower = runtime.loop
-    owned = None if follower is None else planner.owned(follower.optimizers)
+    owned = None if follower is None else planner.owned(follower.ownership.alive())
     factory, pipeline, names = runtime.factory, runtime.pipeline, planner.matchable() or {}
     if record is None or why:
         reasons = dict.fromkeys(factory.requested(names), why)
@@ -115,11 +115,11 @@ def missing(runtime: Runtime) -> dict[str, str]:
 def _why_nothing(runtime: Runtime, record: StepRecord | None) -> str:
     """Why no key has a value in the last step, whose record this is; empty where there are values, or was no step yet."""
     why, state = runtime.stale_reason, runtime.state
-    ended = state.clock.ended
+    ended = state.ended
     if record is None and not why and ended is None and state.is_open and state.progress.times:
         steps = max(state.progress.times.values())
         return (
-            f"step {state.clock.step} is open until all attached optimizers have stepped; one of them has stepped {steps} "
+            f"step {state.step} is open until all attached optimizers have stepped; one of them has stepped {steps} "
             f"time{'s' * (steps > 1)} so far, and from its eleventh step on the others are not waited for"
         )
     if record is not None or why or ended is None:
@@ -142,8 +142,8 @@ def diagnose(runtime: Runtime) -> Diagnosis:
         pipeline.history.sample.records(),
         recent.events,
         runtime.findings(),
-        model.matrices,
-        model.kinds,
+        model.get("matrices", {}),
+        model.get("kinds", {}),
         "" if place is None else shlex.quote(str(place)),
         recent.steps,
         recent.suspects,
@@ -151,7 +151,7 @@ def diagnose(runtime: Runtime) -> Diagnosis:
         setup.groups,
         frozenset(setup.frozen),
         data is not None and data.acts,
-        model.parameters,
+        model.get("parameters", {}),
         pipeline.directory.facts.get("trainer", ""),
         clip_bound=pipeline.directory.facts.get("clip_bound"),
     )
@@ -166,7 +166,7 @@ def words(runtime: Runtime) -> Iterator[str]:
     count = len(runtime.planner.registry.metrics)
     yield "nothing" if module is None else type(module).__name__
     yield "1 metric" if count == 1 else f"{count} metrics"
-    yield "no step yet" if runtime.state.clock.step is None else f"step {runtime.state.clock.step}"
+    yield "no step yet" if runtime.state.step is None else f"step {runtime.state.step}"
     if spikes := len({event.step for event in runtime.pipeline.history.recent().events}):
         yield f"{spikes} of the last steps with spikes"
     if (detail := detail_of(runtime)) is not None:

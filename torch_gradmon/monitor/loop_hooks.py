@@ -23,6 +23,7 @@ from ..capture.hooks import Handles, Hook, ModuleHook, WrappedMethod, takes_hook
 from ..core.errors import WarningLog
 from ..core.torch_modes import capture_check, is_accumulating
 from ..core.validation import inside
+from ..step.active_step import ActiveStep
 from ..step.model_index import Place, parameters_of
 from ..step.ranks import is_dtensor
 from .machine import StepsInBackward
@@ -34,15 +35,15 @@ _interpreter, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
-class _Reporting:
-    """Reports to a ``FollowedLoop`` of runtime.py, which only the optimizers' hooks keep alive, within its fence."""
+def weakly(method: Callable[..., Any], *extra: object) -> Callable[..., Any]:
+    """What calls ``method`` with the original of a :class:`WrappedMethod` and ``extra``, while its object is alive: not because of it."""
+    reference = weakref.WeakMethod(method)
 
-    def __init__(self, loop: Any) -> None:
-        self._loop, self._fence = weakref.ref(loop), loop.fence
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        return original(*args, **kwargs) if alive is None else alive(original, *extra, *args, **kwargs)
 
-    def _report(self, event: str, *args: object) -> None:
-        if (loop := self._loop()) is not None:
-            self._fence.run(getattr(loop, event), *args)
+    return around
 
 
 # --- Consecutive idle steps in which hooks do no more than count ---
@@ -66,7 +67,7 @@ class IdleStretch:
 
     def __init__(self, lifecycle: StepLifecycle) -> None:
         self._lifecycle, self._state = lifecycle, lifecycle.state
-        self._tags, self._plugins, self._fence = lifecycle.values.late.tags, lifecycle.plugins, lifecycle.fence
+        self._values, self._plugins, self._fence = lifecycle.values, lifecycle.plugins, lifecycle.fence
         self.left = self._missed = self._forwards = self._thread = self._key = 0
         # calls of the model since the last followed step of an optimizer, and the most between two
         self._followed = self._most = 0
@@ -85,8 +86,8 @@ class IdleStretch:
     def _leave(self) -> None:
         if self._forwards and self._state.is_open:
             self._state.patterns.called_in_training = True
-        if (self._missed or self._forwards) and self._state.clock.step is not None:
-            self._lifecycle.pass_idle(self._state.clock.step)
+        if (self._missed or self._forwards) and self._state.step is not None:
+            self._lifecycle.active = ActiveStep(self._state.step)
             if not self._state.is_open:
                 self._state.leave_idle(self._key)
         self._fence.add_time(self._spent)
@@ -102,10 +103,10 @@ class IdleStretch:
         if self._missed or self._forwards:
             missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
             if missed:
-                self._plugins.tell_audit("on_missed", missed)
+                self._plugins.tell("audit", "on_missed", missed)
             self._followed += forwards
             for _ in range(forwards):
-                self._plugins.tell_audit("on_forward")
+                self._plugins.tell("audit", "on_forward")
 
     def forward_followed(self) -> None:
         self.catch_up()
@@ -154,8 +155,8 @@ class IdleStretch:
             return False
         state.close_idle(key)
         self._key = key
-        if self._tags.current:
-            self._tags.clear()
+        if self._values.tags:
+            self._values.tags = {}
         self.depth[key] = self._forwards = 0
         self._missed += 1
         ended = perf_counter()
@@ -172,63 +173,6 @@ class IdleStretch:
 
 #: Packages of trainers, whose wrappers pass a step on as it is, or leave it out.
 _TRAINERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "transformers.")
-
-
-class WrapperCalls:
-    """Follows the calls of ``step`` of wrappers, by a stand-in for the method on the instance: not all of them call hooks.
-
-    ``wrappers`` are given with the optimizer inside, which calls hooks. That one is an argument of ``began`` and ``ended``, called for the
-    outermost wrapper, the latter also with whether the optimizer has stepped.
-    """
-
-    def __init__(
-        self, wrappers: Iterable[tuple[Any, Optimizer]], began: Callable[[Optimizer], object], ended: Callable[..., object]
-    ) -> None:
-        self._began, self._ended = began, ended
-        self._depth: Counter[int] = Counter()
-        self._stepped: set[int] = set()
-        self.pairs: dict[int, tuple[weakref.ref[Any], weakref.ref[Optimizer]]] = {}
-        self._wrapped: list[_WrappedStep] = []
-        for outer, inner in wrappers:
-            self.pairs[id(outer)] = weakref.ref(outer), weakref.ref(inner)
-            if not any(kind.__module__.startswith(_TRAINERS) for kind in type(outer).__mro__):
-                self._wrapped.append(_WrappedStep(outer, "step", functools.partial(self._step, weakref.ref(inner))))
-
-    def inside(self, optimizer: Any) -> Any:
-        outer, inner = self.pairs.get(id(optimizer), (None, None))
-        found = inner() if inner is not None and outer is not None and outer() is optimizer else None
-        return optimizer if found is None else found
-
-    def around(self, optimizer: Optimizer) -> list[int]:
-        return [key for key, (_, inner) in self.pairs.items() if inner() is optimizer]
-
-    def goes_on(self, optimizer: Optimizer) -> bool:
-        """The optimizer has stepped; whether a wrapper around it is still at it."""
-        goes_on = self._depth[id(optimizer)] > 0
-        if goes_on:
-            self._stepped.add(id(optimizer))
-        return goes_on
-
-    def _step(self, inner: weakref.ref[Optimizer], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        optimizer = inner()
-        if optimizer is None:
-            return original(*args, **kwargs)
-        if not self._depth[id(optimizer)]:
-            self._began(optimizer)
-        self._depth[id(optimizer)] += 1
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._depth[id(optimizer)] -= 1
-            if not self._depth[id(optimizer)]:
-                stepped = id(optimizer) in self._stepped
-                self._stepped.discard(id(optimizer))
-                self._ended(optimizer, stepped)
-
-    def remove(self) -> None:
-        for wrapped in reversed(self._wrapped):
-            wrapped.remove()
-        self._wrapped, self.pairs = [], {}
 
 
 class _WrappedStep(WrappedMethod):
@@ -277,7 +221,6 @@ class SetAside:
             {name: (value, _copied(value)) for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups
         ]
-        self._versions = versions(optimizer)
         self.again()
 
     def again(self) -> None:
@@ -318,11 +261,6 @@ class SetAside:
                     with torch.no_grad():
                         value.copy_(before)
 
-    @property
-    def changed_parameters(self) -> bool:
-        """Whether the step changed parameters although it had no gradients, according to their version counters."""
-        return versions(self._optimizer) != self._versions
-
 
 def versions(optimizer: Optimizer) -> list[int]:
     """The number of in-place writes to each of its parameters, without those of fused kernels and through ``.data``."""
@@ -352,6 +290,7 @@ class GradientHolds:
     def hold(self, optimizer: Optimizer) -> None:
         if (held := self.held.get(id(optimizer))) is None:
             self.held[id(optimizer)] = SetAside(optimizer)
+            self.note_versions(optimizer)
         else:
             held.again()
 
@@ -361,7 +300,7 @@ class GradientHolds:
         if held is None:
             return
         self.left[id(optimizer)] = held.put_back()
-        if held.changed_parameters:
+        if self.was_changed(optimizer):
             kind, what = type(optimizer).__name__, "changed parameters in a skipped step"
             inner = f"{kind} {what}, although it had no gradients; attach the optimizer that it wraps instead"
             outer = f"the wrapper around {kind} {what}: what it changes outside the step of {kind} cannot be prevented"
@@ -378,11 +317,11 @@ class GradientHolds:
         return [parameter for each in left if (parameter := each.parameter()) is not None]
 
     def note_versions(self, optimizer: Optimizer) -> None:
-        """Note the parameters' versions before the optimizer calls its closure."""
+        """Note the parameters' versions before the optimizer calls its closure, or steps without gradients."""
         self._versions[id(optimizer)] = versions(optimizer)
 
     def was_changed(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` has written to its parameters since :meth:`note_versions`."""
+        """Whether ``optimizer`` has written to its parameters since :meth:`note_versions`, according to their version counters."""
         return self._versions.get(id(optimizer), []) != versions(optimizer)
 
 
@@ -405,9 +344,12 @@ def _put_first(optimizer: Optimizer) -> None:
                 known.move_to_end(name, last=False)
 
 
-class OptimizerHooks(_Reporting):
-    """Reports the steps of optimizers: as the last hook before a step, and the first one behind it. A ``container``, of models that were
-    put together for the monitor, is kept alive by the optimizers' hooks, too.
+class OptimizerHooks:
+    """Reports the steps of optimizers to ``loop``, a ``FollowedLoop`` of runtime.py: as the last hook before a step, and the first one
+    behind it. A ``container``, of models that were put together for the monitor, is kept alive by the optimizers' hooks, too.
+
+    The calls of ``step`` of ``wrappers``, each given with the optimizer inside, are followed by a stand-in for the method on the instance:
+    not all of them call hooks. The outermost one counts.
 
     Attributes:
         may_skip: steps may be skipped. If not, skipping costs nothing.
@@ -415,27 +357,26 @@ class OptimizerHooks(_Reporting):
         is_shielded: a compiler is loaded, and does not trace the hooks.
     """
 
-    def __init__(
-        self,
-        loop: Any,
-        optimizers: Iterable[Optimizer],
-        wrappers: Iterable[tuple[Any, Optimizer]],
-        container: nn.Module | None = None,
-    ) -> None:
-        super().__init__(loop)
-        self._stretch: IdleStretch = loop.stretch
+    def __init__(self, loop: Any, wrappers: Iterable[tuple[Any, Optimizer]], container: nn.Module | None = None) -> None:
+        self._loop, self._fence, self._stretch = loop, loop.fence, loop.stretch
         self._depth: dict[int, int] = self._stretch.depth
-        wake = weakref.WeakMethod(self._stretch.stop)  # else the loss of an optimizer would show only after the stretch
-        self._references = [weakref.ref(optimizer, lambda _: (stop := wake()) and stop()) for optimizer in optimizers]
-        self.may_skip = self.in_closure = self.is_shielded = self._is_odd = False
+        self.may_skip = loop.lifecycle.plugins.has("before_optimizer_step")
+        self.in_closure = self.is_shielded = self._is_odd = False
         self.holds = GradientHolds(self._fence.complaints)
-        self.wrappers = WrapperCalls(wrappers, functools.partial(self._report, "wrapper_began"), self._wrapper_ended)
+        self._wrappers: dict[int, tuple[weakref.ref[Any], weakref.ref[Optimizer]]] = {}
+        self._wrapped: list[_WrappedStep] = []
+        self._in_wrapper: Counter[int] = Counter()  # how many calls are running, by the id of the optimizer inside
+        self._stepped_inside: set[int] = set()
+        for outer, inner in wrappers:
+            self._wrappers[id(outer)] = weakref.ref(outer), weakref.ref(inner)
+            if not any(kind.__module__.startswith(_TRAINERS) for kind in type(outer).__mro__):
+                self._wrapped.append(_WrappedStep(outer, "step", weakly(self._wrapper_called, weakref.ref(inner))))
         self._handles = Handles()
         self._around_last: dict[int, StepHook] = {}  # the wrapper of the last hook before each optimizer's step
         over = functools.partial(self._fence.run, self._step_ended)
         self._shielded: dict[str, StepHook] = {"called": self._step_called, "before": self._before, "after": over}
         kept = loop, container
-        for optimizer in self.alive():
+        for optimizer in loop.ownership.alive():
             # the only strong references: a monitor without others lives as long as its optimizer
             before = self._strongly(kept, "called", self._stretch.step_began)
             after = self._strongly(kept, "after", self._stretch.step_ended)
@@ -467,13 +408,10 @@ class OptimizerHooks(_Reporting):
             for name, method in self._shielded.items():
                 self._shielded[name] = compiler.disable(method)
 
-    def alive(self) -> list[Optimizer]:
-        return [optimizer for reference in self._references if (optimizer := reference()) is not None]
-
     @property
     def are_plain(self) -> bool:
         """Whether a single optimizer calls each hook once a step so far, without wrapper, closure, or check for infinite gradients."""
-        return len(self._references) == 1 and not (self._is_odd or self.wrappers.pairs)
+        return len(self._loop.ownership.order) == 1 and not (self._is_odd or self._wrappers)
 
     def is_stepping(self, optimizer: Optimizer | None) -> bool:
         return self._depth.get(id(optimizer), 0) > 0
@@ -482,13 +420,42 @@ class OptimizerHooks(_Reporting):
         self.heal()
         self._handles.remove()
         self._around_last = {}
-        self.wrappers.remove()
+        for wrapped in reversed(self._wrapped):
+            wrapped.remove()
+        self._wrapped, self._wrappers = [], {}
 
     def heal(self) -> None:
         """Forget a step in which the optimizer raised: its depth and its removed gradients."""
         self._depth.clear()
         if self.holds.held:
             self.holds.drop()
+
+    # --- wrappers --------------------------------------------------------------------------------------------------------------
+
+    def inside(self, optimizer: Any) -> Any:
+        """The optimizer in this wrapper, or itself."""
+        outer, inner = self._wrappers.get(id(optimizer), (None, None))
+        found = inner() if inner is not None and outer is not None and outer() is optimizer else None
+        return inside(optimizer) if found is None or found is optimizer else found
+
+    def around(self, optimizer: Optimizer) -> list[int]:
+        return [key for key, (_, inner) in self._wrappers.items() if inner() is optimizer]
+
+    def _wrapper_called(self, original: Callable[..., Any], inner: weakref.ref[Optimizer], *args: Any, **kwargs: Any) -> Any:
+        optimizer = inner()
+        if optimizer is None:
+            return original(*args, **kwargs)
+        if not self._in_wrapper[id(optimizer)]:
+            self._fence.run(self._loop.wrapper_began, optimizer)
+        self._in_wrapper[id(optimizer)] += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._in_wrapper[id(optimizer)] -= 1
+            if not self._in_wrapper[id(optimizer)]:
+                has_stepped = id(optimizer) in self._stepped_inside
+                self._stepped_inside.discard(id(optimizer))
+                self._fence.run(self._step_ended if has_stepped else self._loop.wrapper_ended, optimizer)
 
     # --- before the step -----------------------------------------------------------------------------------------------------
 
@@ -524,15 +491,14 @@ class OptimizerHooks(_Reporting):
         return self._fence.run(self._step_began, optimizer, args, kwargs)
 
     def _step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        loop = self._loop()
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
         self._is_odd |= depth > 1
-        if loop is None or depth > 1:  # a subclass whose step calls super().step fires the hooks twice
+        if depth > 1:  # a subclass whose step calls super().step fires the hooks twice
             return None
         closure: Any = kwargs.get("closure", args[1] if len(args) > 1 else None)
         has_closure = callable(closure)  # a subclass may take something else there
         self._is_odd |= has_closure
-        if loop.step_began(optimizer, has_closure, _running_task() != -1):
+        if self._loop.step_began(optimizer, has_closure, _running_task() != -1):
             self.holds.hold(optimizer)
         elif self.may_skip and has_closure:
             self.holds.note_versions(optimizer)
@@ -550,7 +516,7 @@ class OptimizerHooks(_Reporting):
                 loss = closure()
             except BaseException as error:
                 self.heal()  # no forward or backward pass comes before the next step, which would be taken for a part of this one
-                self._report("closure_raised", optimizer, type(error).__name__)
+                self._fence.run(self._loop.machine.closure_raised, id(optimizer), type(error).__name__)
                 raise
             finally:
                 self.in_closure = False
@@ -560,39 +526,33 @@ class OptimizerHooks(_Reporting):
         return followed
 
     def _closure_ended(self, optimizer: Optimizer) -> None:
-        if (loop := self._loop()) is not None and loop.closure_ended(optimizer):
+        if self._loop.closure_ended(optimizer):
             self.holds.hold(optimizer)
 
     # --- after the step ------------------------------------------------------------------------------------------------------
 
     def _step_ended(self, optimizer: Optimizer, *_: object) -> None:
         depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)
-        if depth or self.wrappers.goes_on(optimizer):
+        if self._in_wrapper[id(optimizer)] and not depth:
+            self._stepped_inside.add(id(optimizer))
+        if depth or self._in_wrapper[id(optimizer)]:
             return
         if self.holds.held:
-            self.holds.restore(optimizer, is_wrapped=bool(self.wrappers.around(optimizer)))
-        if (loop := self._loop()) is not None:
-            found_inf = getattr(optimizer, "found_inf", None)
-            self._is_odd |= found_inf is not None
-            loop.step_ended(optimizer, found_inf if isinstance(found_inf, Tensor) else None, _running_task() != -1)
-
-    def _wrapper_ended(self, optimizer: Optimizer, has_stepped: bool) -> None:
-        if has_stepped:
-            self._fence.run(self._step_ended, optimizer)
-        else:
-            self._report("wrapper_ended", optimizer)
+            self.holds.restore(optimizer, is_wrapped=bool(self.around(optimizer)))
+        found_inf = getattr(optimizer, "found_inf", None)
+        self._is_odd |= found_inf is not None
+        self._loop.step_ended(optimizer, found_inf if isinstance(found_inf, Tensor) else None, _running_task() != -1)
 
 
 # --- Wrappers around the methods of a GradScaler: no optimizer hook fires when it skips a step ---
 
 
-class ScalerHooks(_Reporting):
+class ScalerHooks:
     """Reports what the scaler does, and knows which gradients it has scaled. ``in_step``: the scaler's ``step`` is running."""
 
     def __init__(self, loop: Any, scaler: GradScaler | None) -> None:
-        super().__init__(loop)
-        self._optimizers: OptimizerHooks = loop.optimizer_hooks
-        self._scales = GradScale(self._optimizers.wrappers.around)
+        self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
+        self._scales = GradScale(self._optimizers.around)
         self._wrapped: list[WrappedMethod] = []
         self.called: set[int] = set()  # ids of optimizers that have stepped; a wrapper around one may have omitted its step
         self.in_step = False
@@ -602,7 +562,7 @@ class ScalerHooks(_Reporting):
     def _adopt(self, scaler: GradScaler) -> None:
         self._scales.scaler = scaler
         around = {"step": self._step, "update": self._update, "scale": self._scale, "unscale_": self._unscale}
-        self._wrapped += [WrappedMethod(scaler, name, method) for name, method in around.items()]
+        self._wrapped += [WrappedMethod(scaler, name, weakly(method)) for name, method in around.items()]
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -631,17 +591,15 @@ class ScalerHooks(_Reporting):
         if reason is not None:
             if self._scales.scaler is None and calling is not None:
                 self._adopt(calling)
-            if (loop := self._loop()) is not None:
-                loop.measurement.forget_scaled(reason)
+            self._loop.forget_scaled(reason)
 
-    def _inside(self, optimizer: Any) -> Any:
-        known = self._optimizers.wrappers.inside(optimizer)
-        return inside(optimizer) if known is optimizer else known
+    def _tell(self, event: str, *args: object) -> None:
+        self._fence.run(self._loop.lifecycle.plugins.tell, "audit", event, *args)
 
     def _step(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         # what is stepped may be of any kind; only those that were attached are followed
-        stepped = self._inside(optimizer)
-        inner = next((each for each in self._optimizers.alive() if each is stepped), None)
+        stepped = self._optimizers.inside(optimizer)
+        inner = next((each for each in self._loop.ownership.alive() if each is stepped), None)
         self.called.discard(id(inner))
         self.in_step = inner is not None
         try:
@@ -649,27 +607,28 @@ class ScalerHooks(_Reporting):
         finally:
             self.in_step = False
         if inner is not None and id(inner) not in self.called:
-            self._report("step_overflowed", inner)
+            self._fence.run(self._loop.step_overflowed, inner)
         return result
 
     def _scale(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._report("tell_audit", "on_loss_scaled")
+        self._tell("on_loss_scaled")
         return original(*args, **kwargs)
 
     def _unscale(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self._report("tell_audit", "on_unscaling", self._inside(optimizer))
+        self._tell("on_unscaling", self._optimizers.inside(optimizer))
         original(optimizer, *args, **kwargs)
-        self._report("tell_audit", "on_unscaled", self._inside(optimizer))
+        self._tell("on_unscaled", self._optimizers.inside(optimizer))
 
     def _update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        loop, scaler = self._loop(), self._scales.scaler
-        # a scale that the loop itself sets remains
-        is_held, overrules = loop.holds_scaler() if loop is not None and not args and not kwargs else (False, False)
+        scaler, lifecycle = self._scales.scaler, self._loop.lifecycle
+        # the scaler must not count a skipped attempt; a scale that the loop itself sets remains
+        is_held = lifecycle.is_skipped and not (args or kwargs)
         before = ScalerAsItWas(scaler) if is_held and scaler is not None else None
         original(*args, **kwargs)
         if before is not None:
-            before.put_back(overrules)
-        self._report("scaler_updated")
+            policy = lifecycle.plugins.built_in.policy
+            before.put_back(overruled=policy is not None and policy.overrules_scaler)
+        self._fence.run(self._loop.scaler_updated)
 
 
 class ScalerAsItWas:
@@ -725,7 +684,7 @@ class _GradientHook(Hook):
         return super().__call__(*args)
 
 
-class BackwardHooks(_Reporting):
+class BackwardHooks:
     """Reports the ends of backward passes. Registered in steps that take values only.
 
     Attributes:
@@ -733,11 +692,10 @@ class BackwardHooks(_Reporting):
     """
 
     def __init__(self, loop: Any) -> None:
-        super().__init__(loop)
-        self._optimizers: OptimizerHooks = loop.optimizer_hooks
+        self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
         self._in_backward: StepsInBackward = loop.state.in_backward
         self._handles = Handles()
-        self._installed: tuple[Sequence[Place], Sequence[tuple[Place, Hook, Hook]]] = (), ()
+        self._places: Sequence[Place] = ()
         self._tensors: list[int | None] = []  # the tensor in each place when hooks were registered
         self._completing: set[int] = set()  # places with hooks after the accumulation
         self._tasks: set[int] = set()
@@ -745,12 +703,16 @@ class BackwardHooks(_Reporting):
         self._is_over = False  # the engine reports the end of a backward pass right now
         self._stepped_within: set[int] = set()  # ids of the parameters of optimizers that have stepped within a backward pass
 
-    def install(self, parameters: Iterable[Place], local: Iterable[tuple[Place, Hook, Hook]]) -> None:
-        """Register the hooks for the ends of backward passes; ``local`` adds hooks on each gradient and after its accumulation."""
+    def install(self) -> None:
+        """Register the hooks for the ends of backward passes, and where micro-batches are measured, on each gradient and after its
+        accumulation.
+        """
         self.uninstall()
-        self._installed = places, local = list(parameters), list(local)
+        loop, planner = self._loop, self._loop.lifecycle.planner
+        references = planner.inventory.references
+        self._places = list(planner.source.hook_places(references))
         # a parameter that an optimizer has and that is frozen now may thaw later in the step, as where two of them alternate
-        owned = set(map(id, parameters_of(*self._optimizers.alive())))
+        owned = set(map(id, parameters_of(*loop.ownership.alive())))
 
         def is_trained(parameter: nn.Parameter | None) -> bool:
             if parameter is None or parameter.requires_grad:
@@ -758,12 +720,12 @@ class BackwardHooks(_Reporting):
             return id(parameter) in owned and (parameter.is_floating_point() or parameter.is_complex())
 
         first = self._is_over or _running_task() == -1
-        for place, on_gradient, on_accumulate in local:
-            if is_trained(place()):
-                self._handles.on_gradient(place, on_gradient)
-                self._handles.on_accumulate(place, on_accumulate, first)
+        for position in planner.local_positions():
+            if is_trained(references[position]()):
+                self._handles.on_gradient(references[position], Hook(loop.gradient_came, position))
+                self._handles.on_accumulate(references[position], Hook(loop.gradient_accumulated, position), first)
         self._completing.clear()
-        for position, place in enumerate(places):
+        for position, place in enumerate(self._places):
             parameter = place()
             if not is_trained(parameter):
                 continue
@@ -772,7 +734,7 @@ class BackwardHooks(_Reporting):
             else:
                 # removed, one after the accumulation would go on costing as much: a part of it stays in the tensor
                 self._handles.on_gradient(place, _GradientHook(self._came, position, self._tasks, self._in_backward))
-        self._tensors = [_tensor_in(place) for place in places]
+        self._tensors = [_tensor_in(place) for place in self._places]
 
     def uninstall(self) -> None:
         self._handles.remove()
@@ -783,26 +745,25 @@ class BackwardHooks(_Reporting):
 
         Parameters may be replaced as objects or, by a conversion, as the tensors inside of them.
         """
-        places, local = self._installed
-        if self._tensors == [_tensor_in(place) for place in places]:
+        if self._tensors == [_tensor_in(place) for place in self._places]:
             return False
         if all(parameter.grad is None for parameter in parameters_of(optimizer)):
             return False
-        for place in places:
+        for place in self._places:
             if (parameter := place()) is not None:
                 for attribute in ("_post_accumulate_grad_hooks", "_backward_hooks"):
                     # those of others too: it is the assignment that counts
                     if (hooks := getattr(parameter, attribute)) is not None:
                         setattr(parameter, attribute, None)
                         setattr(parameter, attribute, hooks)
-        self.install(places, local)
+        self.install()
         return True
 
     def _await_accumulation(self, position: int, first: bool) -> None:
         """Have the accumulation of this gradient reported, before a hook in which an optimizer steps."""
         if position not in self._completing:
             self._completing.add(position)
-            self._handles.on_accumulate(self._installed[0][position], Hook(self._accumulated, position), first)
+            self._handles.on_accumulate(self._places[position], Hook(self._accumulated, position), first)
 
     # no fence where there is nothing to report
 
@@ -815,7 +776,7 @@ class BackwardHooks(_Reporting):
             self._remember(_running_task())
 
     def _expect_step(self, position: int) -> None:
-        parameter = self._installed[0][position]()
+        parameter = self._places[position]()
         if parameter is not None and self._may_step_at(parameter):  # the hook on it came after ours
             self._await_accumulation(position, first=True)
 
@@ -825,9 +786,8 @@ class BackwardHooks(_Reporting):
         self.await_end()
 
     def _report_complete(self, position: int, parameter: Tensor) -> None:
-        loop = self._loop()
-        if loop is not None and self._may_step_at(parameter):
-            loop.gradient_complete(position)
+        if self._may_step_at(parameter):
+            self._loop.gradient_complete(position)
 
     def _may_step_at(self, parameter: Tensor) -> bool:
         """Whether the optimizer of ``parameter`` may step within the backward pass, before the first step by the hooks on it."""
@@ -875,12 +835,11 @@ class BackwardHooks(_Reporting):
             self._is_over = False
 
     def _report_end(self) -> None:
-        if (loop := self._loop()) is not None:
-            # at the end of a pass a running node belongs to an outer one, as in re-entrant checkpoints
-            is_nested = torch._C._current_autograd_node() is not None
-            loop.backward_ended(is_nested)
-            if not is_nested:
-                self.awaited.clear()  # also of passes that were interrupted
+        # at the end of a pass a running node belongs to an outer one, as in re-entrant checkpoints
+        is_nested = torch._C._current_autograd_node() is not None
+        self._loop.backward_ended(is_nested)
+        if not is_nested:
+            self.awaited.clear()  # also of passes that were interrupted
 
 
 # --- Hooks on the watched model's forward ---
@@ -905,12 +864,11 @@ class _RootHook(ModuleHook):
 untraced_by_itself(_RootHook.__call__)
 
 
-class ModelHooks(_Reporting):
+class ModelHooks:
     """Reports calls of the model."""
 
     def __init__(self, loop: Any, module: nn.Module) -> None:
-        super().__init__(loop)
-        self._optimizers: OptimizerHooks = loop.optimizer_hooks
+        self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
         self._handles = Handles()
         if takes_hooks(module):
             self._handles.of_module(module.register_forward_pre_hook(_RootHook(self._forward_hook, loop.stretch)))
@@ -925,33 +883,27 @@ class ModelHooks(_Reporting):
         """The root is called, as another hook on it reports. Idempotent."""
         self._fence.run(self._root_called, module, False)
 
-    def part_called(self, module: nn.Module) -> None:
-        """A part of the model is called, by something else than the root."""
-        self._fence.run(self._forward_began, module, True)
-
     def _root_called(self, module: nn.Module, by_own_hook: bool) -> None:
-        loop = self._loop()
-        if self._optimizers.may_skip and loop is not None and module.training and _running_task() == -1:
-            loop.moves_buffers(module)
-        if self._forward_began(module, by_own_hook) and by_own_hook and loop is not None:
-            loop.lifecycle.captures.training_began()
+        if self._optimizers.may_skip and module.training and _running_task() == -1 and self._loop.machine.moves_buffers():
+            self._loop.lifecycle.plugins.tell("policy", "before_forward", module)
+        if self.forward_began(module, by_own_hook) and by_own_hook:
+            self._loop.lifecycle.captures.training_began()
 
-    def _forward_began(self, module: nn.Module, counts: bool) -> bool:
+    def forward_began(self, module: nn.Module, counts: bool) -> bool:
         """Report a training forward, and no evaluation or recomputation; whether it is one. ``counts``: nothing else reports it."""
         if not self._optimizers.is_shielded:
             self._optimizers.shield()
-        loop = self._loop()
         if _interpreter() is not None or _tracing_state() is not None:
             return False  # a transform or a trace is no training
         # grad mode was switched off by the fence
-        if loop is None or not self._fence.had_grad or _running_task() != -1:
+        if not self._fence.had_grad or _running_task() != -1:
             return False
-        if not module.training and not loop.machine.may_train_in_eval():
+        if not module.training and not self._loop.machine.may_train_in_eval():
             return False
         in_closure = self._optimizers.in_closure
         if not in_closure:
             self._optimizers.heal()
-        loop.forward_began(not module.training, in_closure, counts)
+        self._loop.forward_began(not module.training, in_closure, counts)
         return True
 
 

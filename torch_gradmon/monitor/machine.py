@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from ..core.errors import GradmonWarning, TrainingStopped
@@ -43,36 +42,6 @@ class StepsInBackward:
     known: set[Hashable] = field(default_factory=set)
     outside: set[Hashable] = field(default_factory=set)  # those that do not
     is_settled: bool = False  # a whole step has been seen, so that ``known`` is complete
-
-
-class Phase(Enum):
-    """Where in a step the loop is."""
-
-    BETWEEN = "no step is open; logged values belong to the last one"
-    FORWARD = "a forward pass opened the step, and no backward pass has ended"
-    BACKWARD = "a backward pass has ended, and no optimizer has stepped"
-    OPTIMIZER = "an optimizer is stepping, or raised in its step"
-    STEPPED = "an optimizer has stepped, and others are still to step"
-    ATTEMPTED = "all optimizers have stepped; the scaler's update or the loop ends the step"
-
-
-@dataclass(slots=True)
-class StepClock:
-    """Numbers of steps."""
-
-    step: int | None = None  # the open one, or the last one
-    next_step: int = 0
-    ended: int | None = None  # the last one that ended
-    stride: int = 1  # the difference between the last two numbers
-    attempts: int = 0  # steps that had all their optimizers called
-
-    def open(self, step: int) -> None:
-        self.stride = max(1, step - self.step) if self.step is not None else 1
-        self.step, self.next_step = step, step + 1
-
-    def attempt_ended(self) -> None:
-        self.attempts += 1
-        self.ended = self.step
 
 
 @dataclass(slots=True)
@@ -136,22 +105,16 @@ class StepProgress:
     def has_stepped(self) -> bool:
         return bool(self.is_attempted or self.begun or self.done or self.overflowed)
 
-    @property
-    def phase(self) -> Phase:
-        if self.is_attempted:
-            return Phase.ATTEMPTED
-        if self.begun:
-            return Phase.OPTIMIZER
-        if self.done or self.overflowed:
-            return Phase.STEPPED
-        return Phase.BACKWARD if self.backwards else Phase.FORWARD
-
 
 @dataclass(slots=True)
 class StepState:
     """All that the step machine knows, of the open step or of the last one."""
 
-    clock: StepClock = field(default_factory=StepClock)
+    step: int | None = None  # the open one, or the last one
+    next_step: int = 0
+    ended: int | None = None  # the last one that ended
+    stride: int = 1  # the difference between the last two numbers
+    attempts: int = 0  # steps that had all their optimizers called
     progress: StepProgress = field(default_factory=StepProgress)
     patterns: LoopPatterns = field(default_factory=LoopPatterns)
     in_backward: StepsInBackward = field(default_factory=StepsInBackward)
@@ -169,14 +132,18 @@ class StepState:
         if not self.is_open:
             self.progress = StepProgress()
 
+    def count(self, step: int) -> None:
+        self.stride = max(1, step - self.step) if self.step is not None else 1
+        self.step, self.next_step = step, step + 1
+
     def open(self, step: int, is_tentative: bool) -> None:
         """``step`` opens; ``is_tentative``: by a call in evaluation mode."""
-        self.clock.open(step)
+        self.count(step)
         self.is_open, self.in_backward.any_now, self._was_idle = True, False, False
         self.progress = StepProgress(self.is_manual, is_tentative, is_tentative)
 
     def close(self) -> None:
-        self.is_open, self.clock.ended = False, self.clock.step
+        self.is_open, self.ended = False, self.step
         if backwards := self.progress.backwards:
             self.in_backward.is_settled = True
             self.patterns.steps_learned += 1
@@ -184,7 +151,7 @@ class StepState:
 
     def open_idle(self) -> None:
         """The next step opens in a plain loop, and nothing is measured in it."""
-        self.clock.open(self.clock.next_step)
+        self.count(self.next_step)
         if not self._was_idle:
             self.progress = StepProgress()
         self.is_open, self._was_idle = True, False
@@ -192,8 +159,8 @@ class StepState:
     def close_idle(self, optimizer: Hashable) -> None:
         self.progress.begun.discard(optimizer)
         self._was_idle = not self.progress.backwards
-        self.clock.attempt_ended()
-        self.is_open = False
+        self.attempts += 1
+        self.ended, self.is_open = self.step, False
 
     def leave_idle(self, optimizer: Hashable) -> None:
         """No more steps are counted, and none is open: the last one was attempted, and all its optimizers have stepped."""
@@ -204,7 +171,7 @@ class StepState:
         """All optimizers of the step have been called, or as many as the loop came to."""
         progress, patterns = self.progress, self.patterns
         if not progress.is_attempted:
-            self.clock.attempts += 1
+            self.attempts += 1
             counted_eval = progress.counts_eval or patterns.trains_in_eval
             patterns.attempt_ended(counts=self.leads)
             progress.misses_eval = patterns.trains_in_eval and not counted_eval
@@ -222,10 +189,6 @@ class StepState:
     def count_backward(self) -> None:
         self.progress.backwards += 1
         self.patterns.backward_since = True
-
-    @property
-    def phase(self) -> Phase:
-        return self.progress.phase if self.is_open else Phase.BETWEEN
 
     @property
     def leads(self) -> bool:
@@ -251,9 +214,9 @@ class StepState:
 
     @property
     def next_attempt(self) -> int:
-        if self.is_unfinished and self.clock.step is not None:
-            return self.clock.step
-        return self.clock.next_step + max(len(self.progress.parts) - 1, 0)
+        if self.is_unfinished and self.step is not None:
+            return self.step
+        return self.next_step + max(len(self.progress.parts) - 1, 0)
 
 
 # --- Opens, closes and drops steps: what is there without a followed loop, too ---
@@ -269,15 +232,15 @@ class StepCycle:
         """Open ``step``; a step that is still open ends first, or is dropped if it is unfinished. ``hides_forward``: no hook saw the
         forward; None where its optimizer opens it, as in a step that is not monitored and has no hooks on gradients.
         """
-        state, clock = self.state, self.state.clock
+        state = self.state
         if state.is_open:
             self.end_or_drop()
         was_undecided, state.patterns.is_undecided = state.patterns.is_undecided, False
         if hides_forward is not None:
             state.patterns.hides_forward = hides_forward and not was_undecided
         self.boundaries.seal(step)
-        if clock.step is None or step <= clock.step:
-            self.boundaries.rewind(step, clock.step)
+        if state.step is None or step <= state.step:
+            self.boundaries.rewind(step, state.step)
         state.open(step, is_tentative)
         self.boundaries.open(step, is_tentative=is_tentative, hides_forward=bool(hides_forward))
 
@@ -321,27 +284,28 @@ class StepCycle:
 
     def split(self) -> None:
         """The parts that were set aside are steps of their own, and what came since is the next one."""
-        state, clock, error = self.state, self.state.clock, None
+        state, error = self.state, None
         parts, state.progress = state.progress.parts, state.progress.rest()
         for is_overflowed in parts:
-            clock.attempt_ended()
+            state.attempts += 1
+            state.ended = state.step
             try:
                 self.boundaries.close_part(is_overflowed=is_overflowed)
-                self.boundaries.seal(clock.next_step)
+                self.boundaries.seal(state.next_step)
             except (TrainingStopped, GradmonWarning) as raised:
                 error = error or raised
-            clock.open(clock.next_step)
+            state.count(state.next_step)
         self.boundaries.parts_closed()
         if error is not None:
             raise error
 
     def drop(self) -> None:
         """Forget the open step: its number is that of the next attempt."""
-        state, clock = self.state, self.state.clock
+        state = self.state
         state.is_open, was_tentative = False, state.progress.is_tentative
-        if clock.step is not None:
-            clock.next_step = clock.step
-        clock.step, state.progress.is_tentative = clock.ended, False
+        if state.step is not None:
+            state.next_step = state.step
+        state.step, state.progress.is_tentative = state.ended, False
         self.boundaries.drop(was_tentative=was_tentative)
 
     def release(self) -> None:
@@ -353,7 +317,7 @@ class StepCycle:
         """A backward pass or an optimizer is part of a step; where it opens one, no hook has seen the forward."""
         state = self.state
         if not state.is_open and state.leads:
-            self.open(state.clock.next_step, hides_forward=hides_forward)
+            self.open(state.next_step, hides_forward=hides_forward)
         elif state.progress.is_tentative:
             state.progress.is_tentative = False
             self.boundaries.confirm()
@@ -385,7 +349,7 @@ class StepMachine(StepCycle):
     A step opens with the first training forward, backward pass or optimizer step after the last one ended. It ends when the last
     optimizer has stepped, under a GradScaler with its update. Where the loop opens steps itself, hooks only measure.
 
-    ``measures`` is a :class:`~torch_gradmon.monitor.runtime.StepMeasurement`; ``order`` has the optimizers in the order in which they step,
+    ``measures`` is a :class:`~torch_gradmon.monitor.runtime.FollowedLoop`; ``order`` has the optimizers in the order in which they step,
     and changes with what is learned.
     """
 
@@ -416,7 +380,7 @@ class StepMachine(StepCycle):
                 self.boundaries.count_eval()
             return progress.counts_eval
         self.release()
-        patterns.is_undecided = not (patterns.trains_in_eval or state.clock.ended is None)
+        patterns.is_undecided = not (patterns.trains_in_eval or state.ended is None)
         return not patterns.is_undecided
 
     def forward_began(self, in_eval: bool, in_closure: bool) -> None:
@@ -441,7 +405,7 @@ class StepMachine(StepCycle):
     def passes_began(self, in_eval: bool = False) -> None:
         if not self.state.is_open and self.state.leads:
             self.release()
-            self.open(self.state.clock.next_step, is_tentative=in_eval)
+            self.open(self.state.next_step, is_tentative=in_eval)
 
     def moves_buffers(self) -> bool:
         """The model is called in training mode: whether a step begins with what that does to its buffers."""
@@ -461,11 +425,11 @@ class StepMachine(StepCycle):
         if state.progress.is_between:
             self._part_began()
         state.count_backward()
-        self.measures.backward_ended()
+        self.measures.pass_ended()
         if not within.any_now and self.expects_more():
             return
         if not self.measures.waits_for_step:
-            self.measures.measure_before_clip(state.progress.done, within.known)
+            self.measures.measure_before_clip()
         if within.any_now and not is_nested and not self.awaits_others():
             self._all_stepped(in_scaler_step)
 
@@ -476,7 +440,7 @@ class StepMachine(StepCycle):
             if not progress.backwards:  # none was seen, as where hooks are called after it
                 self.state.count_backward()
             progress.final.update(self.order)
-            self.measures.measure_before_clip(progress.done, self.state.in_backward.known)
+            self.measures.measure_before_clip()
 
     def expects_more(self) -> bool:
         """Whether the step has had fewer backward passes so far than any step before."""
@@ -612,7 +576,7 @@ class StepMachine(StepCycle):
         progress = self.state.progress
         if self.measures.waits_for_step and optimizer not in progress.final:
             progress.final.add(optimizer)
-            self.measures.measure_before_clip(progress.done, self.state.in_backward.known)
+            self.measures.measure_before_clip()
 
     def wrapper_ended(self, optimizer: Hashable) -> None:
         """The wrapper returned without a step of its optimizer, as one that accumulates gradients does."""
@@ -671,9 +635,8 @@ class StepMachine(StepCycle):
             )
 
     def _decide(self, optimizer: Hashable, is_overflowed: bool = False) -> bool:
-        progress = self.state.progress
         try:
-            return bool(self.boundaries.decide(optimizer, progress.done, progress.overflowed, is_overflowed))
+            return bool(self.boundaries.decide(optimizer, is_overflowed))
         except TrainingStopped:
             self.state.attempt()
             if self.state.leads:

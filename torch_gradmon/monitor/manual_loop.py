@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +26,11 @@ _NARROW = frozenset({torch.bfloat16, torch.float16})
 
 
 class ManualLoop:
-    """Carries out the explicit measurements of a training loop; measures and knows parameters for a clip."""
+    """Carries out the explicit measurements of a training loop."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.fence = runtime, runtime.fence
         self._lifecycle, self._gradients = runtime.lifecycle, runtime.captures.gradients
-        self._measurer = runtime.captures.measurer
-        self._measured: set[int] = set()  # positions of the parameters whose gradients were just measured before clipping
 
     @fenced
     def capture_activation(self, name: str, activations: Any) -> None:
@@ -78,107 +76,6 @@ class ManualLoop:
         scale = None if is_unscaled(scaler, None) else scale_of(scaler)
         return None if scale is None else reciprocal(scale)
 
-    # --- what a clip needs -----------------------------------------------------------------------------------------------------
-
-    @fenced
-    def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:
-        """Measure these parameters' gradients before clipping, unless they were clipped before or an optimizer has used them."""
-        self._open_unseen()
-        inventory, loop = self.runtime.planner.inventory, self.runtime.loop
-        if inventory is None or not self._lifecycle.has_values:
-            return
-        positions = inventory.positions(parameters)
-        positions = self._gradients.not_clipped(positions if loop is None else loop.to_step(positions))
-        self._measured = set(positions)
-        self._measure(True, self._gradients.with_gradient(positions))  # one without a gradient has nothing to clip
-
-    @fenced
-    def was_clipped(self, parameters: Iterable[Tensor]) -> None:
-        if (inventory := self.runtime.planner.inventory) is not None and self._lifecycle.has_values:
-            self._gradients.clipped(inventory.positions(parameters))
-
-    def measure_after_clip(self) -> None:
-        """Measure the clipped gradients if no optimizer has a hook."""
-        if self.runtime.loop is None:
-            self.measure_gradients(False)
-
-    def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
-        """The canonical name of each parameter, or ``parameters[index]`` outside the watched model."""
-        self.runtime.planner.refresh()
-        inventory, places = self.runtime.planner.inventory, self._positions()
-        return [
-            inventory.names[places[id(p)]] if inventory is not None and id(p) in places else f"parameters[{index}]"
-            for index, p in enumerate(parameters)
-        ]
-
-    def _positions(self) -> dict[int, int]:
-        inventory = self.runtime.planner.inventory
-        return {} if inventory is None else inventory.places()
-
-    def spread_among(self, parameters: Sequence[Tensor]) -> list[int]:
-        """Indices of the parameters that differ between ranks: sharded ones and ones that only some ranks have. All ranks call this.
-
-        Raises:
-            ValueError: there are some, and not every rank is known to join the exchange.
-        """
-        inventory, count = self.runtime.planner.inventory, self._measurer.ranks.count
-        distinct = set() if inventory is None or count == 1 else inventory.spread
-        names = self.names_of(parameters) if distinct else []
-        found = [i for i, p in enumerate(parameters) if is_sharded(p) or (distinct and names[i] in distinct)]
-        if found and count == 1:
-            raise ValueError(
-                "the exact norm of gradients that are spread over ranks takes a monitor of these ranks, and Distributed(process_group=) "
-                "names this one alone; name them all, or use a number for max_norm and exact=False, which clips as torch does"
-            )
-        needs_ranks = count > 1 and (found or any(map(is_dtensor, parameters)))
-        if needs_ranks and not self._lifecycle.planning.exchange.ranks_take_part():
-            raise ValueError(
-                "the exact norm of gradients that are spread over ranks takes a monitor of the same model and metrics on every rank; make "
-                "one on each of them, or use a number for max_norm and exact=False, which clips as torch does"
-            )
-        return found
-
-    def rows(self, parameters: Sequence[Tensor], norm_type: float, spread: Sequence[int]) -> Tensor:
-        """Rows ``[len(parameters), 8]`` of the gradients with the ``NORM_COLUMNS`` of this order, on the first gradient's device.
-
-        A parameter without a gradient has the row of an empty tensor. The rows that :meth:`measure_before_clip` measured are reused
-        if it measured all gradients. With ``spread`` this is a collective, and each rank gets the rows of the whole tensors.
-
-        Raises:
-            ValueError: a gradient cannot be measured.
-        """
-        ranks, apart = self._measurer.ranks, set(spread)
-        gradients = {place: p.grad for place, p in enumerate(parameters) if p.grad is not None}
-        found = self._rows_now(parameters, norm_type) if gradients else None
-        if found is None:
-            parts = [ranks.own_part(gradient, place in apart) for place, gradient in gradients.items()]
-            found = rows_of(parts, norm_type, self._measurer.statistics)
-        if len(gradients) < len(parameters):
-            device = next(iter(gradients.values())).device if gradients else parameters[0].device
-            known, found = found, identity(len(parameters), device, accumulator_dtype(device))
-            if gradients:
-                found[list(gradients)] = known
-        if spread:
-            places = list(spread)
-            merged = ranks.merged(found[places].to(ranks.device, accumulator_dtype(ranks.device)), NORM_COLUMNS[norm_type])
-            found[places] = merged.to(found)
-        return found
-
-    @fenced
-    def _rows_now(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor | None:
-        if not self._lifecycle.has_values:
-            return None
-        places = self._positions()
-        positions = [places[id(p)] for p in parameters if id(p) in places]
-        if len(set(positions)) != len(parameters) or not self._measured.issuperset(positions):
-            return None  # a parameter is outside the model, given twice (torch counts it twice), or not measured just now
-        return self._gradients.rows_now(positions, NORM_COLUMNS[norm_type])
-
-    @fenced
-    def put(self, values: Sequence[DeviceValue]) -> None:
-        """Add whole-model values to the current step; they stay on the device until the step ends."""
-        self._lifecycle.values.put({Key(SUMMARY, "", one.name): one for one in values})
-
 
 def clip_gradients(
     runtime: Runtime,
@@ -203,42 +100,181 @@ def clip_gradients(
         if module is None:
             raise ValueError("there is no module whose gradients to clip; pass parameters=, or watch a module first")
         parameters = list(dict.fromkeys(map(source.stepped, module.parameters())))  # as the optimizer has them
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return _clip(ManualLoop(runtime), parameters, max_norm, norm_type, error_if_nonfinite, exact)
-
-
-def _clip(
-    measures: ManualLoop,
-    parameters: Sequence[Tensor],
-    max_norm: float | str | AdaptiveClip,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    exact: bool | None,
-) -> Tensor:
-    """Measure the gradients before and after clipping them, as torch does or adaptively."""
-    norm_type = float(norm_type)
     if (exact or isinstance(max_norm, (str, AdaptiveClip))) and (check := capture_check()) is not None and check():
         how = "exact=True" if exact else "an adaptive clip"
         raise ValueError(
             f"{how} cannot be captured into a graph; use a number for max_norm and exact=False, or clip outside of it"
         )
-    if isinstance(max_norm, str):
-        max_norm = measures.runtime.lifecycle.plugins.needed_clips().named(max_norm)
-    if isinstance(max_norm, AdaptiveClip):
-        if norm_type != 2.0 or exact is False:
-            given = "exact=False" if exact is False else f"norm_type={norm_type}"
-            raise ValueError(f"an adaptive clip goes by the exact norm of order 2, got {given}; leave it out")
-        total = _clip_adaptively(measures, list(dict.fromkeys(parameters)), max_norm, error_if_nonfinite)
-    else:
-        limit = _number(max_norm)
-        if exact:
-            total = _clip_exactly(measures, parameters, limit, norm_type, error_if_nonfinite)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return GradientClip(runtime, parameters, float(norm_type), error_if_nonfinite).by(max_norm, exact)
+
+
+class GradientClip(ManualLoop):
+    """Clips the gradients of ``parameters``, as torch does, by their exact norm or adaptively, and measures them before and after that."""
+
+    def __init__(self, runtime: Runtime, parameters: list[Tensor], norm_type: float, error_if_nonfinite: bool) -> None:
+        super().__init__(runtime)
+        self._parameters, self._norm_type, self._error_if_nonfinite = parameters, norm_type, error_if_nonfinite
+        self._measurer = runtime.captures.measurer
+        self._measured: set[int] = set()  # positions of the parameters whose gradients were just measured before clipping
+
+    def by(self, max_norm: float | str | AdaptiveClip, exact: bool | None) -> Tensor:
+        """Clip; returns the norm before that."""
+        if isinstance(max_norm, str):
+            max_norm = self._lifecycle.plugins.needed_clips().named(max_norm)
+        if isinstance(max_norm, AdaptiveClip):
+            if self._norm_type != 2.0 or exact is False:
+                given = "exact=False" if exact is False else f"norm_type={self._norm_type}"
+                raise ValueError(f"an adaptive clip goes by the exact norm of order 2, got {given}; leave it out")
+            total = self._adaptively(max_norm)
         else:
-            measures.measure_before_clip(parameters)
-            total = torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type, error_if_nonfinite)
-    measures.was_clipped(parameters)
-    measures.measure_after_clip()
-    return total
+            limit = _number(max_norm)
+            if exact:
+                total = self._exactly(limit)
+            else:
+                self._measure_before()
+                total = torch.nn.utils.clip_grad_norm_(self._parameters, limit, self._norm_type, self._error_if_nonfinite)
+        self._was_clipped()
+        if self.runtime.loop is None:  # else an optimizer's hook measures
+            self.measure_gradients(False)
+        return total
+
+    def _exactly(self, max_norm: float) -> Tensor:
+        parameters, norm_type = self._parameters, self._norm_type
+        if norm_type not in NORM_COLUMNS:
+            raise ValueError(f"exact=True knows the norms 1, 2 and inf, got norm_type={norm_type}; use exact=False for others")
+        if norm_type != 2.0 and any(p.is_complex() for p in parameters):
+            raise ValueError(
+                f"exact=True knows the norm of order {norm_type} of real gradients only; use exact=False for complex ones"
+            )
+        _, total = self._rows_and_norm()
+        if not any(map(is_dtensor, parameters)):
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        else:  # torch multiplies a DTensor by nothing but a DTensor
+            _scale(parameters, torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        return total
+
+    def _adaptively(self, adaptive: AdaptiveClip) -> Tensor:
+        self._parameters = list(dict.fromkeys(self._parameters))
+        rows, total = self._rows_and_norm()
+        if len(rows):
+            self._lifecycle.plugins.needed_clips().learns(adaptive, self._lifecycle.active)
+            factors, values = adaptive.factors(rows, self._names())
+            _scale(self._parameters, factors)
+            self._put(values)
+        return total
+
+    # --- what is measured ------------------------------------------------------------------------------------------------------
+
+    @fenced
+    def _measure_before(self) -> None:
+        """Measure the gradients before clipping, unless they were clipped before or an optimizer has used them."""
+        self._open_unseen()
+        inventory, loop = self.runtime.planner.inventory, self.runtime.loop
+        if inventory is None or not self._lifecycle.has_values:
+            return
+        positions = inventory.positions(self._parameters)
+        positions = self._gradients.not_clipped(positions if loop is None else loop.to_step(positions))
+        self._measured = set(positions)
+        self._measure(True, self._gradients.with_gradient(positions))  # one without a gradient has nothing to clip
+
+    @fenced
+    def _was_clipped(self) -> None:
+        if (inventory := self.runtime.planner.inventory) is not None and self._lifecycle.has_values:
+            self._gradients.clipped(inventory.positions(self._parameters))
+
+    @fenced
+    def _put(self, values: Sequence[DeviceValue]) -> None:
+        """Add whole-model values to the current step; they stay on the device until the step ends."""
+        self._lifecycle.values.put({Key(SUMMARY, "", one.name): one for one in values})
+
+    # --- the norm --------------------------------------------------------------------------------------------------------------
+
+    def _places(self) -> dict[int, int]:
+        """The position of each parameter of the watched model, by its id."""
+        inventory = self.runtime.planner.inventory
+        return {} if inventory is None else inventory.places()
+
+    def _names(self) -> list[str]:
+        """The canonical name of each parameter, or ``parameters[index]`` outside the watched model."""
+        self.runtime.planner.refresh()
+        inventory, places = self.runtime.planner.inventory, self._places()
+        return [
+            inventory.names[places[id(p)]] if inventory is not None and id(p) in places else f"parameters[{index}]"
+            for index, p in enumerate(self._parameters)
+        ]
+
+    def _spread(self) -> list[int]:
+        """Indices of the parameters that differ between ranks: sharded ones and ones that only some ranks have. All ranks call this.
+
+        Raises:
+            ValueError: there are some, and not every rank is known to join the exchange.
+        """
+        inventory, count, parameters = self.runtime.planner.inventory, self._measurer.ranks.count, self._parameters
+        distinct = set() if inventory is None or count == 1 else inventory.spread
+        names = self._names() if distinct else []
+        found = [i for i, p in enumerate(parameters) if is_sharded(p) or (distinct and names[i] in distinct)]
+        if found and count == 1:
+            raise ValueError(
+                "the exact norm of gradients that are spread over ranks takes a monitor of these ranks, and Distributed(process_group=) "
+                "names this one alone; name them all, or use a number for max_norm and exact=False, which clips as torch does"
+            )
+        needs_ranks = count > 1 and (found or any(map(is_dtensor, parameters)))
+        if needs_ranks and not self._lifecycle.exchange.ranks_take_part():
+            raise ValueError(
+                "the exact norm of gradients that are spread over ranks takes a monitor of the same model and metrics on every rank; make "
+                "one on each of them, or use a number for max_norm and exact=False, which clips as torch does"
+            )
+        return found
+
+    def _rows_and_norm(self) -> tuple[Tensor, Tensor]:
+        """A row for each parameter's gradient, none where no gradient is anywhere, and the total norm."""
+        spread = self._spread()
+        self._measure_before()
+        gradients = {place: p.grad for place, p in enumerate(self._parameters) if p.grad is not None}
+        if not gradients and not spread:
+            return torch.empty(0, 8, device="cpu"), torch.tensor(0.0, device="cpu")
+        rows = self._rows(gradients, spread)
+        total = norm_of_rows(rows, self._norm_type, any(g.dtype in (torch.float64, torch.complex128) for g in gradients.values()))
+        if self._error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(
+                f"the total norm of order {self._norm_type} of the gradients is {float(total)}, so it cannot clip them"
+            )
+        return rows, total
+
+    def _rows(self, gradients: Mapping[int, Tensor], spread: Sequence[int]) -> Tensor:
+        """Rows ``[len(parameters), 8]`` of the gradients with the ``NORM_COLUMNS`` of this order, on the first gradient's device.
+
+        A parameter without a gradient has the row of an empty tensor. The rows that were measured before the clip are reused if all
+        gradients were. With ``spread`` this is a collective, and each rank gets the rows of the whole tensors.
+
+        Raises:
+            ValueError: a gradient cannot be measured.
+        """
+        ranks, parameters, apart = self._measurer.ranks, self._parameters, set(spread)
+        found = self._rows_now() if gradients else None
+        if found is None:
+            parts = [ranks.own_part(gradient, place in apart) for place, gradient in gradients.items()]
+            found = rows_of(parts, self._norm_type, self._measurer.statistics)
+        if len(gradients) < len(parameters):
+            device = next(iter(gradients.values())).device if gradients else parameters[0].device
+            known, found = found, identity(len(parameters), device, accumulator_dtype(device))
+            if gradients:
+                found[list(gradients)] = known
+        if spread:
+            merged = ranks.merged(found[spread].to(ranks.device, accumulator_dtype(ranks.device)), NORM_COLUMNS[self._norm_type])
+            found[spread] = merged.to(found)
+        return found
+
+    @fenced
+    def _rows_now(self) -> Tensor | None:
+        if not self._lifecycle.has_values:
+            return None
+        places = self._places()
+        positions = [places[id(p)] for p in self._parameters if id(p) in places]
+        if len(set(positions)) != len(self._parameters) or not self._measured.issuperset(positions):
+            return None  # a parameter is outside the model, given twice (torch counts it twice), or not measured just now
+        return self._gradients.rows_now(positions, NORM_COLUMNS[self._norm_type])
 
 
 def _number(max_norm: object) -> float:
@@ -249,51 +285,6 @@ def _number(max_norm: object) -> float:
             f'max_norm is a number, "zclip", "adagc", a ZClip or an AdaGC, got {display(max_norm)}; parameters are given by name: '
             "clip_grad_norm_(1.0, parameters=model.parameters())"
         ) from None
-
-
-def _clip_exactly(
-    measures: ManualLoop, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
-) -> Tensor:
-    if norm_type not in NORM_COLUMNS:
-        raise ValueError(f"exact=True knows the norms 1, 2 and inf, got norm_type={norm_type}; use exact=False for others")
-    if norm_type != 2.0 and any(p.is_complex() for p in parameters):
-        raise ValueError(
-            f"exact=True knows the norm of order {norm_type} of real gradients only; use exact=False for complex ones"
-        )
-    _, total = _measured(measures, parameters, norm_type, error_if_nonfinite)
-    if not any(map(is_dtensor, parameters)):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-    else:  # torch multiplies a DTensor by nothing but a DTensor
-        _scale(parameters, torch.clamp(max_norm / (total + 1e-6), max=1.0))
-    return total
-
-
-def _clip_adaptively(
-    measures: ManualLoop, parameters: Sequence[Tensor], adaptive: AdaptiveClip, error_if_nonfinite: bool
-) -> Tensor:
-    rows, total = _measured(measures, parameters, 2.0, error_if_nonfinite)
-    if len(rows):
-        measures.runtime.lifecycle.plugins.needed_clips().learns(adaptive, measures.runtime.lifecycle.active)
-        factors, values = adaptive.factors(rows, measures.names_of(parameters))
-        _scale(parameters, factors)
-        measures.put(values)
-    return total
-
-
-def _measured(
-    measures: ManualLoop, parameters: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool
-) -> tuple[Tensor, Tensor]:
-    """A row for each parameter's gradient, none where no gradient is anywhere, and the total norm."""
-    spread = measures.spread_among(parameters)
-    measures.measure_before_clip(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients and not spread:
-        return torch.empty(0, 8, device="cpu"), torch.tensor(0.0, device="cpu")
-    rows = measures.rows(parameters, norm_type, spread)
-    total = norm_of_rows(rows, norm_type, any(g.dtype in (torch.float64, torch.complex128) for g in gradients))
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}, so it cannot clip them")
-    return rows, total
 
 
 @torch.no_grad()

@@ -218,7 +218,7 @@ class ModuleMonitor:
         if not runtime.fence.inert:
             runtime.link()
             runtime.pipeline.directory.annotate(model=type(unwrapped(planner.representative)).__name__)
-            runtime.factory.model.update(planner.inventory.facts)
+            runtime.factory.know(planner.inventory.facts)
 
     # --- modules -------------------------------------------------------------------------------------------------------------
 
@@ -696,7 +696,7 @@ class ModuleMonitor:
     @property
     def current_step(self) -> int | None:
         """Number of the step in flight, or else of the last one; None before the first."""
-        return self._runtime.state.clock.step
+        return self._runtime.state.step
 
     @property
     def last_record(self) -> StepView | None:

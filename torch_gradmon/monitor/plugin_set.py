@@ -149,15 +149,15 @@ class PluginSet:
     def restart(self) -> None:
         self._stopped.clear()
 
-    def tell_audit(self, event: str, *args: object) -> None:
-        """Of what no other plugin has to know."""
-        self.call_one(self.built_in.audit, getattr(self.built_in.audit, event), *args)
+    def tell(self, which: str, event: str, *args: object) -> None:
+        """Tell a built-in plugin, if it is there, what no other one has to know."""
+        if (plugin := getattr(self.built_in, which)) is not None:
+            self.call_one(plugin, getattr(plugin, event), *args)
 
     def alert(self, step: int) -> None:
         """A spike of ``step``, or a series of overflowed steps that ends with it, is worth a look at more."""
-        for plugin in (self.built_in.post_spike, self.built_in.replicas):
-            if plugin is not None:
-                self.call_one(plugin, plugin.on_alert, step)
+        for which in ("post_spike", "replicas"):
+            self.tell(which, "on_alert", step)
 
     def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
         for _, method in self._calls["wants"]:

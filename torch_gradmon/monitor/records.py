@@ -29,6 +29,7 @@ from ..step.plan import Registry
 from ..step.planner import ExchangePolicy
 from ..step.record_builder import PendingStep, ReasonContext, Reasons, asked_for
 from ..step.summary import LayerSelection, Summary, SummaryChoice
+from .machine import StepState
 from .plugin_set import PluginSet
 
 if TYPE_CHECKING:
@@ -117,12 +118,7 @@ class RunDirectory:
         self._has_claimed = False  # the directory, with its first step
         self._tells, self._has_news = tells, False  # since the end was told last
         if path is not None:
-            self._begin(path)
-
-    def _begin(self, path: str | os.PathLike[str]) -> None:
-        self.facts["process"] = process_facts()
-        if not self._is_muted():
-            self._opened(path)
+            self.keep_in(path)
 
     def keep_in(self, path: str | os.PathLike[str]) -> None:
         """Keep the run there. No step has ended yet.
@@ -131,7 +127,9 @@ class RunDirectory:
             OSError: it cannot be written.
         """
         self._path, self._complaints.run = path, str(path)
-        self._begin(path)
+        self.facts["process"] = process_facts()
+        if not self._is_muted():
+            self._opened(path)
 
     def __del__(self) -> None:
         self._end()
@@ -319,25 +317,6 @@ class RunDirectory:
 # --- From a step whose values have come to its record ---
 
 
-class ModelFacts:
-    """What the run directory and a diagnosis need to know of the model; see :attr:`torch_gradmon.step.model_index.ModelIndex.facts`."""
-
-    def __init__(self, annotate: Callable[..., None]) -> None:
-        self.matrices: Mapping[str, int] = {}
-        self.kinds: Mapping[str, str] = {}
-        self.parameters: Mapping[str, Mapping[str, Any]] = {}
-        self._annotate = annotate
-        self._stored: dict[str, Any] = {}
-
-    def update(self, facts: Mapping[str, Any]) -> None:
-        self.matrices, self.kinds, self.parameters = facts["matrices"], facts["kinds"], facts["parameters"]
-        # alternating models, as in a GAN, change the inventory in every step, but no other fact
-        new = {name: fact for name, fact in facts.items() if fact != self._stored.get(name)}
-        if new:
-            self._stored.update(new)
-            self._annotate(**new)
-
-
 class RecordFactory:
     """Makes the records of monitored steps, and knows why the last one lacks values.
 
@@ -345,23 +324,32 @@ class RecordFactory:
         layers: which per-layer values are shown.
         summary: the whole-model values.
         is_stored: records have the states of random generators, for a run directory.
-        model: facts about the model of the last record.
+        model: facts about the model of the last record, for the run directory and a diagnosis; see
+            :attr:`torch_gradmon.step.model_index.ModelIndex.facts`.
     """
 
     def __init__(self, registry: Registry, layers: LayerSelection, directory: RunDirectory) -> None:
         self._registry, self.layers, self.is_stored = registry, layers, directory.path is not None
         self.summary = Summary(SummaryChoice(all_columns=self.is_stored, of_layers=layers.needs))
-        self.model = ModelFacts(directory.annotate)
+        self.model: Mapping[str, Any] = {}
+        self._annotate = directory.annotate
         self._reasons: ReasonContext | None = None
 
     def make(self, pending: PendingStep) -> tuple[StepRecord, dict[str, float]]:
         """The record of a step, and all whole-model values by name. Waits for the values."""
         active, inventory, refused = pending.active, pending.inventory, pending.readback.buffer.refused
-        if inventory.matrices is not self.model.matrices:
-            self.model.update(inventory.facts)
+        if inventory.matrices is not self.model.get("matrices"):
+            self.know(inventory.facts)
         shown = self.summary.choice.shown
         self._reasons = ReasonContext(inventory, active.plans, active.due, shown, pending.attached, refused)
         return pending.record(self.summary, self.layers, self._registry)
+
+    def know(self, facts: Mapping[str, Any]) -> None:
+        # alternating models, as in a GAN, change the inventory in every step, but no other fact
+        new = {name: fact for name, fact in facts.items() if fact != self.model.get(name)}
+        self.model = facts
+        if new:
+            self._annotate(**new)
 
     def requested(self, names: Mapping[str, Any]) -> list[Key]:
         """The keys of all requested values; ``names`` are those of parameters and modules, by source."""
@@ -585,6 +573,7 @@ class RecordPipeline:
 
     def __init__(
         self,
+        state: StepState,
         factory: RecordFactory,
         detectors: DetectorSet,
         history: RecordHistory,
@@ -596,7 +585,7 @@ class RecordPipeline:
         fence: Fence,
         is_muted: Callable[[], bool],
     ) -> None:
-        self.factory, self.detectors = factory, detectors
+        self._state, self.factory, self.detectors = state, factory, detectors
         self.history, self.directory, self.publisher, self._plugins = history, directory, publisher, plugins
         self._exchange, self._fence, self._complaints, self._is_muted = exchange, fence, fence.complaints, is_muted
         self._on_spike = on_spike
@@ -616,18 +605,21 @@ class RecordPipeline:
             recorder = self._plugins.built_in.recorder
             rest = [] if recorder is None else recorder.rest()
             if self.waiting or rest:
-                self.enter(None, open_to_late_values=False)
+                self.enter(open_to_late_values=False)
                 self.backfill(rest)
                 self.close()
 
     # --- steps whose values are on their way -----------------------------------------------------------------------------------
 
-    def newest(self, step: int | None) -> PendingStep | None:
-        return self.waiting[-1] if self.waiting and self.waiting[-1].step == step else None
+    @property
+    def _newest(self) -> PendingStep | None:
+        """The step that ended last, if its values are on their way."""
+        return self.waiting[-1] if self.waiting and self.waiting[-1].step == self._state.ended else None
 
-    def has(self, ended: int | None) -> bool:
-        """Whether step ``ended``, the last one, has values, complete or on their way."""
-        return self.last is not None or self.newest(ended) is not None
+    @property
+    def is_last_monitored(self) -> bool:
+        """Whether the step that ended last has values, complete or on their way."""
+        return self.last is not None or self._newest is not None
 
     @property
     def ranks_synchronised(self) -> bool:
@@ -639,29 +631,28 @@ class RecordPipeline:
         else:
             self.factory.summary.count_rejected(1, int(is_interrupted))
 
-    def seal(self, ended: int | None, begins: int) -> None:
-        """Step ``begins`` is about to open: nothing more comes for step ``ended``, whose record enters if it is ready, or if a sink
-        that is not deferred or ``on_spike`` awaits it. Waits for the values of the step before that one.
+    def seal(self, begins: int) -> None:
+        """Step ``begins`` is about to open: nothing more comes for the one that ended last, whose record enters if it is ready, or if a
+        sink that is not deferred or ``on_spike`` awaits it. Waits for the values of the step before that one.
         """
         if self.waiting:  # else there is no need to know whether anything awaits it
             for pending in self.waiting:
                 pending.seal()
-            if self.publisher.is_awaited(ended or 0) or self._on_spike not in (None, "warn"):
-                self.enter(ended, open_to_late_values=True)
+            if self.publisher.is_awaited(self._state.ended or 0) or self._on_spike not in (None, "warn"):
+                self.enter()
             while self.waiting and (len(self.waiting) > 1 or self._is_ready(self.waiting[0], begins)):
                 start = time.perf_counter()
                 self.waiting[0].readback.arrival.wait()
                 # the device is two steps behind, and it is the training that waits here rather than elsewhere
                 self._fence.exclude_time(time.perf_counter() - start)
-                self.enter(ended, open_to_late_values=True, only_oldest=True)
+                self.enter(only_oldest=True)
 
     def _is_ready(self, pending: PendingStep, begins: int) -> bool:
         return begins >= pending.step + 2 if self.ranks_synchronised else pending.readback.arrival.is_ready()
 
-    def enter(self, ended: int | None, open_to_late_values: bool, only_oldest: bool = False) -> None:
-        """Make the records of all steps and enter them, or that of the oldest, whose values have come. Waits for their values. The last
-        record is that of step ``ended``, or there is none; ``open_to_late_values``: that step is the latest, so that values may still be
-        added to it.
+    def enter(self, open_to_late_values: bool = True, only_oldest: bool = False) -> None:
+        """Make the records of all steps and enter them, or that of the oldest, whose values have come. Waits for their values.
+        ``open_to_late_values``: values may still be added to the step that ended last.
         """
         while self.waiting:
             if not only_oldest:
@@ -686,7 +677,7 @@ class RecordPipeline:
                     self._amend(readback.land()[1])
                 if pending.refusals_after:
                     self.factory.summary.count_rejected(pending.refusals_after, pending.interruptions_after)
-            is_latest = record.step == ended
+            is_latest = record.step == self._state.ended
             if not (is_latest and open_to_late_values):
                 self.finish()
                 self.publisher.publish()
@@ -703,10 +694,34 @@ class RecordPipeline:
         self.directory.write(record, amends)
         self.publisher.put(record, amends)
 
-    # --- amendments of the last record ---------------------------------------------------------------------------------------
+    # --- what is added to the step that ended last: its record is here, or was made, or the recorder has the step ----------------
+
+    @property
+    def _recorded(self) -> StepBuffer | None:
+        recorder = self._plugins.built_in.recorder
+        return None if recorder is None else recorder.late_buffer(self._state.ended)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether anything keeps what is added."""
+        return self.is_last_monitored or self._recorded is not None
+
+    @property
+    def has_stored_last(self) -> bool:
+        """Whether the run directory has the step already."""
+        return self.directory.path is not None and self._newest is None
+
+    @property
+    def absent_of_last(self) -> dict[tuple[str, str], str]:
+        pending = self._newest
+        return self.absent if pending is None else pending.readback.buffer.absent
 
     def add(self, late: StepBuffer) -> None:
-        if self.last is not None and self._late is not None:
+        if (recorded := self._recorded) is not None:
+            recorded.absorb(late)
+        elif (pending := self._newest) is not None:
+            pending.add(late)
+        elif self.last is not None and self._late is not None:
             self._late.absorb(late)
             self._amend(self._late.flush()[1])
 
@@ -716,7 +731,12 @@ class RecordPipeline:
             self._pass_on(replace(self.last, values=StepValues.of(self.last.values).updated(values)), amends=True)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
-        if self.last is not None:
+        recorder = self._plugins.built_in.recorder
+        if recorder is not None and recorder.tag_late(self._state.ended, tags):
+            return
+        if (pending := self._newest) is not None:
+            pending.tags.update(tags)
+        elif self.last is not None:
             context = {**self.last.context, "tags": {**self.last.context.get("tags", {}), **tags}}
             self._pass_on(replace(self.last, context=context), amends=True)
 
@@ -725,18 +745,17 @@ class RecordPipeline:
     def finish(self) -> None:
         """Nothing more can come for the last record, which may go out to the sinks: evaluate the signals that came late."""
         if self.last is not None and not self._is_finished:
-            self._is_finished, record = True, self.last
-            self._detect_late(record)
+            record = self.last
+            self.detect_late(is_end=True)
             if reports := self.detectors.follow_up.reports(self.last or record, self._signals):
                 self._warn(reports)
             self.detectors.finish(self.absent)
 
-    def detect_late(self) -> None:
-        """Evaluate the signals that came late so far, before the last record is finished."""
-        if self.last is not None and not self._is_finished:
-            self._detect_late(self.last)
-
-    def _detect_late(self, record: StepRecord) -> None:
+    def detect_late(self, is_end: bool = False) -> None:
+        """Evaluate the signals that came late so far; ``is_end``: no more will come."""
+        if (record := self.last) is None or self._is_finished:
+            return
+        self._is_finished = is_end
         events: list[SpikeEvent] = []
         if self.detectors.accepts_late_values:
             detected, events = self.detectors.detect(record, {}, self.absent)

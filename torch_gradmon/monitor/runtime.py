@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..capture.gradients import inverse, reciprocal, scale_of
-from ..capture.hooks import Hook, WrappedMethod
+from ..capture.hooks import WrappedMethod
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display, nearest, warn_user
@@ -27,20 +25,19 @@ from ..spikes.detector import SpikeDetector
 from ..statistics.request import accumulator_dtype
 from ..step.active_step import Mode
 from ..step.buffer import StepBuffer
-from ..step.model_index import PLAIN_GRADIENTS, GradientSource, parameters_of
+from ..step.model_index import PLAIN_GRADIENTS, parameters_of
 from ..step.planner import PRESETS, Planner, PresetName
 from ..step.plugin import OptimizerContext, Plugin
-from .loop_hooks import BackwardHooks, IdleStretch, ModelHooks, OptimizerHooks, ScalerHooks, is_container
+from .loop_hooks import BackwardHooks, IdleStretch, ModelHooks, OptimizerHooks, ScalerHooks, is_container, weakly
 from .machine import StepCycle, StepMachine
 from .plugin_set import BuiltInPlugins
 from .steps import StepLifecycle, link, linkable
-from .values import OverflowLog
 
 if TYPE_CHECKING:
     from ..capture.reference import ReferencePass
     from ..core.loop_mistakes import LoopFinding
 
-# --- Which optimizer has which parameters, and by what their gradients are scaled ---
+# --- Which optimizer has which parameters ---
 
 
 class Ownership:
@@ -50,19 +47,19 @@ class Ownership:
         order: the names in the order in which they step; the step machine changes it.
         owned: positions of the parameters of each optimizer.
         unowned: positions of parameters that no optimizer has.
-        shared: positions of parameters that several optimizers have.
         all_positions: all of these, ascending.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], stretch: IdleStretch) -> None:
         self.order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
-        self._references: dict[Hashable, weakref.ref[Optimizer]] = {id(each): weakref.ref(each) for each in optimizers}
-        self._first = weakref.ref(optimizers[0])
+        wake = weakref.WeakMethod(stretch.stop)  # else the loss of an optimizer would show only after the stretch
+        self._references: dict[Hashable, weakref.ref[Optimizer]] = {
+            id(each): weakref.ref(each, lambda _: (stop := wake()) and stop()) for each in optimizers
+        }
         self.owned: dict[Hashable, list[int]] = {}
         self.unowned: list[int] = []
         self.all_positions: list[int] = []
-        self.shared: set[int] = set()
-        self._group_sizes: list[int] = []
+        self._sizes: list[int] = []
         self._source = PLAIN_GRADIENTS
 
     def __getitem__(self, name: Hashable) -> Optimizer | None:
@@ -78,28 +75,25 @@ class Ownership:
                 found.append(optimizer)
         return found
 
-    @property
-    def is_orphaned(self) -> bool:
-        return self._first() is None and all(reference() is None for reference in self._references.values())
-
     def parameters(self, name: Hashable) -> list[Tensor]:
         optimizer = self[name]
         return [] if optimizer is None else parameters_of(optimizer)
 
-    def update(self, planner: Planner) -> None:
+    def update(self, planner: Planner) -> set[int]:
+        """Find the positions anew; returns those of parameters that several optimizers have."""
         self._source = planner.source
-        self._group_sizes = self._sizes()
+        self._sizes = self._group_sizes()
         owned, self.unowned = planner.positions(self.alive())
         self.owned = dict(owned.items())
         self.all_positions = sorted({*self.unowned}.union(*self.owned.values()))
         owners = Counter(position for positions in self.owned.values() for position in positions)
-        self.shared = {position for position, count in owners.items() if count > 1}
+        return {position for position, count in owners.items() if count > 1}
 
     def has_changed(self) -> bool:
         """Whether an optimizer got or lost parameters since the last :meth:`update`."""
-        return self._group_sizes != self._sizes()
+        return self._sizes != self._group_sizes()
 
-    def _sizes(self) -> list[int]:
+    def _group_sizes(self) -> list[int]:
         sizes = []
         for optimizer in self.alive():
             if self._source is not PLAIN_GRADIENTS:
@@ -117,19 +111,26 @@ class Ownership:
                 found.append((name, optimizer, self.owned.get(name, [])))
         return [*found, (None, None, self.unowned)]
 
-    def to_step(self, positions: Iterable[int], done: Iterable[Hashable]) -> list[int]:
-        """Those of ``positions`` whose optimizers are not ``done``: later gradients of the others are not for this step."""
-        stepped = {position for name in done for position in self.owned.get(name, ())}
-        return [position for position in positions if position not in stepped]
+    def of(self, name: Hashable, with_unowned: bool) -> list[int]:
+        own = self.owned.get(name, [])
+        return sorted([*own, *self.unowned]) if with_unowned else own
+
+    def place(self, name: Hashable) -> str:
+        return f"optimizer {self.order.index(name) + 1} of {len(self.order)} ({self.kind(name)})"
+
+    def kind(self, name: Hashable) -> str:
+        return type(self[name]).__name__
 
 
-# --- Carries out the measurements that the step machine requests ---
+# --- An unmodified training loop: the events of its hooks go to the step machine, and what that asks for is measured ---
 
 
 UNFINISHED = "the last backward pass was interrupted, as by an exception, so gradients before clipping were not seen"
 _IN_BACKWARD = (
     "an optimizer stepped within the backward pass before this was known of the loop; they are measured from the next step on"
 )
+_LOST = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
+_UNUSED = "its optimizer did not step in this step; its gradient counts in the step that uses it"
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
@@ -141,265 +142,9 @@ def _has_stepped(optimizer: Optimizer) -> bool:
     return not isinstance(steps, Tensor) or steps.device.type != "cpu" or bool(steps)  # never waits for a device
 
 
-class StepMeasurement:
-    """Measures in the open step of a followed loop; without one that takes values, nothing."""
-
-    def __init__(self, loop: FollowedLoop) -> None:
-        self._lifecycle, self._captures, self._ownership = loop.lifecycle, loop.lifecycle.captures, loop.ownership
-        self._optimizer_hooks, self._backward, self._scaler = loop.optimizer_hooks, loop.backward_hooks, loop.scaler_hooks
-        self._complaints = loop.fence.complaints
-        # the machine asks this of the source itself
-        self.release_gradients = self._captures.gradients.release
-        self._accumulated: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}  # a gradient of an optimizer, and its version
-
-    def _positions(self, optimizer: Hashable, with_unowned: bool) -> list[int]:
-        own = self._ownership.owned.get(optimizer, [])
-        return sorted([*own, *self._ownership.unowned]) if with_unowned else own
-
-    def backward_ended(self) -> None:
-        if self._captures.modules is not None:
-            self._captures.modules.backward_ended()
-
-    def inverse_scale(self) -> Tensor | None:
-        """The factor that unscales gradients inside the model at this moment."""
-        # of an optimizer that has not stepped, since others under the same scaler may be unscaled already
-        scales = map(self._scaler.inverse_scale, self._ownership.alive())
-        return next((scale for scale in scales if scale is not None), None)
-
-    # --- gradients -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def waits_for_step(self) -> bool:
-        """Whether gradients are final only when an optimizer steps, not when a backward pass ends."""
-        return self._lifecycle.planning.planner.source.is_final_at_step
-
-    def measure_before_clip(self, done: Set[Hashable], in_backward: Set[Hashable]) -> None:
-        """Measure gradients before clipping. Those of ``done`` optimizers count only if these step again in this step; those of
-        optimizers ``in_backward`` were measured when they came.
-        """
-        scaled: list[int] = []
-        plain: list[int] = []
-        inverse_scale: Tensor | None = None
-        gradients, source = self._captures.gradients, self._lifecycle.planning.planner.source
-        own = None if source is PLAIN_GRADIENTS else source.scale()
-        if own is None and source.stays_scaled:
-            own = scale_of(self._scaler.scaler)
-        for name, optimizer, positions in self._ownership.shares():
-            scale = self._scaler.inverse_scale(optimizer) if own is None else inverse(own)
-            inverse_scale = inverse_scale if scale is None else scale
-            if name is not None and name in in_backward:
-                continue
-            if name is not None and name in done:
-                # of use only if this optimizer steps again in this step; another one's backward may pass through here too
-                gradients.before_clip(positions, scale, held_for=name)
-            else:
-                (plain if scale is None else scaled).extend(positions)
-        if inverse_scale is not None:
-            self._lifecycle.note("amp_scale", inverse_scale.to(accumulator_dtype(inverse_scale.device)).reciprocal())
-        for positions, scale in ((plain, None), (scaled, inverse_scale)):
-            if positions:
-                gradients.before_clip(sorted(positions), scale)
-
-    def measure_one_before_clip(self, position: int, done: Set[Hashable], in_backward: Set[Hashable]) -> None:
-        """Measure one complete gradient whose optimizer may step before the backward pass ends.
-
-        If that optimizer has stepped after an earlier pass, this pass is another optimizer's turn, and its end measures the rest.
-        """
-        within = any(position in self._ownership.owned.get(name, ()) for name in in_backward)
-        positions = [position] if within else self._ownership.to_step([position], done)
-        self._captures.gradients.before_clip(positions, None)
-
-    def measure_after_clip(self, optimizer: Hashable, *, with_unowned: bool, is_overflowed: bool = False) -> None:
-        """Measure the gradients that the optimizer uses, and with the last one those that none uses."""
-        positions = self._ownership.owned.get(optimizer, [])
-        if self._backward.awaited and torch._C._current_graph_task_id() == -1:
-            self._refuse_before_clip(positions)
-        scale = None if is_overflowed else self._scaler.inverse_scale(self._ownership[optimizer])
-        self._captures.gradients.after_clip(positions, scale)
-        if with_unowned and self._ownership.unowned:
-            self.measure_unowned()
-
-    def _refuse_before_clip(self, positions: list[int]) -> None:
-        """A backward pass was interrupted, and neither another one came after it nor a clip by the monitor, which measures."""
-        active, gradients = self._lifecycle.active, self._captures.gradients
-        left = gradients.not_clipped(positions)
-        if active is not None and active.buffer is not None and (left == positions or gradients.with_gradient(left)):
-            active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
-
-    def measure_unowned(self) -> None:
-        """Measure the gradients that no optimizer uses, and none unscales."""
-        self._captures.gradients.after_clip(self._ownership.unowned, self._scaler.inverse_scale(None))
-
-    def shares_parameters(self, optimizer: Hashable, other: Hashable) -> bool:
-        return not {*map(id, self._ownership.parameters(optimizer))}.isdisjoint(map(id, self._ownership.parameters(other)))
-
-    def accumulates(self, optimizer: Hashable) -> bool:
-        """Whether backward passes add to gradients of the optimizer that nothing has cleared since the last call; at first, whether it
-        has gradients.
-        """
-        gradient, before = self._first_gradient(optimizer), self._accumulated.pop(optimizer, None)
-        if gradient is None:
-            return False
-        version = 0 if gradient.is_inference() else gradient._version
-        self._accumulated[optimizer] = weakref.ref(gradient), version
-        return before is None or (before[0]() is gradient and before[1] != version)
-
-    def was_cleared(self, optimizer: Hashable) -> bool:
-        """Whether the gradients of the optimizer are none of those that the last call of :meth:`accumulates` has seen."""
-        before = self._accumulated.get(optimizer)
-        return before is not None and before[0]() is not self._first_gradient(optimizer)
-
-    def _first_gradient(self, optimizer: Hashable) -> Tensor | None:
-        return next((p.grad for p in self._ownership.parameters(optimizer) if p.grad is not None), None)
-
-    def has_gradients(self, optimizer: Hashable) -> bool:
-        return self._first_gradient(optimizer) is not None
-
-    # --- parameters ----------------------------------------------------------------------------------------------------------
-
-    def measure_parameters(self) -> None:
-        self._captures.parameters.measure(self._ownership.all_positions)
-
-    def hold_parameters(self, optimizer: Hashable, *, with_unowned: bool, as_measured: bool) -> None:
-        """Copy the parameters that the optimizer is about to change; ``as_measured``: :meth:`measure_parameters` was just called."""
-        self._captures.parameters.before_step(self._positions(optimizer, with_unowned), as_measured)
-
-    def let_go(self, optimizer: Hashable, *, with_unowned: bool) -> None:
-        self._captures.parameters.forget(self._positions(optimizer, with_unowned))
-
-    def measure_update(self, optimizer: Hashable) -> None:
-        if (found := self._ownership[optimizer]) is not None:
-            self._captures.parameters.after_step(self._ownership.owned.get(optimizer, []), found)
-
-    # --- facts ---------------------------------------------------------------------------------------------------------------
-
-    def annotate(self, optimizer: Hashable, *, turns: int, is_first: bool) -> None:
-        """Note facts about the optimizer that is about to step: learning rates, whether it resumes, and, if optimizers take turns, the
-        most ``turns`` of one before.
-        """
-        found = self._ownership[optimizer]
-        if found is None:
-            return
-        place, note = self._ownership.order.index(optimizer), self._lifecycle.note
-        for number, group in enumerate(found.param_groups):
-            note(f"lr/{place}/{number}", group.get("lr"))
-        if turns:
-            note("by_turns", float(turns))
-        if is_first and _has_stepped(found):
-            note("goes_on", 1.0)
-
-    def explain_missing(self, reason: str) -> None:
-        self._lifecycle.explain(GRADIENT_BEFORE_CLIP, reason)
-
-    def explain_in_backward(self, optimizer: Hashable) -> None:
-        """The same, for an optimizer whose step within the backward pass was not expected."""
-        if not self._captures.gradients.are_measured(self._ownership.owned.get(optimizer, [])):
-            self.explain_missing(_IN_BACKWARD)
-
-    def revive_hooks(self, optimizer: Hashable) -> None:
-        """No backward pass was seen in this step: register hooks again if parameters were replaced."""
-        found = self._ownership[optimizer]
-        if found is not None and self._backward.revive(found):
-            reason = "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are registered again"
-            self.explain_missing(reason)
-            self._tell_missing("hooks", reason)
-
-    def forget_scaled(self, reason: str) -> None:
-        """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
-        self._captures.gradients.drop_scaled(reason)
-        if self._captures.modules is not None:
-            self._captures.modules.drop_scaled(reason)
-        self._tell_missing("scaler", reason)
-
-    def _tell_missing(self, key: str, reason: str) -> None:
-        step = self._lifecycle.state.clock.step
-        self._complaints.add(key, f"{reason}; gradients before clipping are missing in step {step}")
-
-    def gets_own_gradients(self) -> bool:
-        """Whether the optimizers got gradients from different backward passes since they last stepped."""
-        plugins = self._lifecycle.plugins
-        return bool(plugins.call_one(plugins.built_in.audit, plugins.built_in.audit.sees_alternation))
-
-    def writes_early(self, optimizer: Hashable) -> bool:
-        """Whether the optimizer wrote to its parameters before its closure had computed gradients."""
-        hooks, found = self._optimizer_hooks, self._ownership[optimizer]
-        if not hooks.may_skip or found is None or not hooks.holds.was_changed(found):
-            return False
-        kind = type(found).__name__
-        message = f"{kind} writes to the parameters before its closure is called, so that its steps cannot be skipped"
-        self._complaints.add("skip:closure", f"{message}; attach the optimizer that it wraps instead")
-        return True
-
-    # --- warnings about the order of optimizers --------------------------------------------------------------------------------
-
-    def _place(self, name: Hashable) -> str:
-        order = self._ownership.order
-        return f"optimizer {order.index(name) + 1} of {len(order)} ({type(self._ownership[name]).__name__})"
-
-    def warn_order(self, optimizer: Hashable) -> None:
-        """The optimizer stepped after the one that was named last; it counts as the last one from now on."""
-        kind = type(self._ownership[optimizer]).__name__
-        self._complaints.add(
-            "order",
-            f"the {kind} named earlier steps last; name optimizers in the order in which they step. From here on it counts so",
-        )
-
-    def warn_resting(self, resting: Hashable, latest: Hashable) -> None:
-        """One optimizer rests while others step many times; until it steps, the ``latest`` of them ends steps."""
-        self._complaints.add(
-            "order",
-            f"{self._place(resting)}, whose step ends a monitored one, rests while others step; until it steps, {self._place(latest)} "
-            "ends them",
-        )
-
-    def warn_late(self, last: Hashable, steps: int) -> None:
-        """So many steps of another optimizer were taken for one, for the ``last`` one had gradients and did not step."""
-        self._complaints.add(
-            "order",
-            f"{self._place(last)} had gradients and did not step for {steps} steps of another one, which were taken for one step and have "
-            "one record; if it begins late, clear its gradients by zero_grad() before its first backward pass",
-        )
-
-    def warn_joined(self, steps: int) -> None:
-        """So many steps of optimizers that take turns of several steps each were taken for one."""
-        self._complaints.add(
-            "order",
-            f"optimizers take turns of several steps each: before the last optimizer stepped first, {steps + 1} steps of others were "
-            "taken for one step with it, and their record is that of the last of them; from here on each step has one",
-        )
-
-    def warn_in_backward(self) -> None:
-        """Nothing can be done about spikes of an optimizer that steps within the backward pass."""
-        if self._optimizer_hooks.may_skip:
-            message = "optimizers step within the backward pass, before all gradients are there: nothing is done about spikes"
-            self._complaints.add("acting", message)
-
-
-# --- An unmodified training loop: reports the events of its hooks to the step machine ---
-
-
-_LOST = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
-_UNUSED = "its optimizer did not step in this step; its gradient counts in the step that uses it"
-
-
-def _reported(loop: weakref.ref[FollowedLoop], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method in which all passes of a step run, unless gradients are off."""
-    if torch.is_grad_enabled() and (alive := loop()) is not None:
-        alive.passes_began()
-    result = original(*args, **kwargs)
-    if torch.is_grad_enabled() and (alive := loop()) is not None:
-        alive.passes_ended()
-    return result
-
-
-def _unseen(lifecycle: weakref.ref[StepLifecycle], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method, and measure nothing in it."""
-    with nullcontext() if (alive := lifecycle()) is None else alive.paused():
-        return original(*args, **kwargs)
-
-
 class FollowedLoop:
-    """Follows one loop by hooks: torch's events in, the step machine's events out. Its methods are called inside of the fence.
+    """Follows one loop by hooks, which call it inside of the fence: torch's events in, the step machine's events out, and what the machine
+    asks for is measured in the open step; without one that takes values, nothing.
 
     The optimizers' hooks keep it alive, and with it the ``owner``. ``wrappers`` are around the optimizers, each with the one inside.
 
@@ -411,61 +156,57 @@ class FollowedLoop:
         self,
         owner: object,
         lifecycle: StepLifecycle,
-        overflows: OverflowLog,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         scaler: torch.amp.GradScaler | None,
         wrappers: Sequence[tuple[Any, Optimizer]] = (),
     ) -> None:
-        self.owner, self.lifecycle, self._overflows = owner, lifecycle, overflows
+        self.owner, self.lifecycle = owner, lifecycle
         self.state, self.fence, self._plugins = lifecycle.state, lifecycle.fence, lifecycle.plugins
+        self._captures, self._planner, self._complaints = lifecycle.captures, lifecycle.planner, self.fence.complaints
         self._audit = self._plugins.built_in.audit
         self.is_orphaned, self._is_due = False, True
-        self.ownership = Ownership(optimizers)
+        self._accumulated: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}  # a gradient of an optimizer, and its version
         self.stretch = IdleStretch(lifecycle)
-        self.optimizer_hooks = OptimizerHooks(self, optimizers, wrappers, module if is_container(module) else None)
+        self.ownership = Ownership(optimizers, self.stretch)
+        self.optimizer_hooks = OptimizerHooks(self, wrappers, module if is_container(module) else None)
         self.scaler_hooks = ScalerHooks(self, scaler)
         self.backward_hooks = BackwardHooks(self)
         self.model_hooks = ModelHooks(self, module)
-        self.measurement = StepMeasurement(self)
-        self.machine = StepMachine(lifecycle, self.state, self.measurement, self.ownership.order)
-        self.optimizer_hooks.may_skip = self._plugins.has("before_optimizer_step")
-        self._wrapped = self._around(lifecycle.planning.planner.source)
+        self.machine = StepMachine(lifecycle, self.state, self, self.ownership.order)
+        self.release_gradients = self._captures.gradients.release  # the machine asks the source itself
+        # follow the method that shows when gradients are final, and measure nothing in those that do not train
+        boundary, self._wrapped = self._planner.source.boundary, list[WrappedMethod]()
+        if boundary is not None:
+            around = {"step": self._around_passes, **dict.fromkeys(self._planner.source.trials, self._unseen)}
+            self._wrapped = [
+                WrappedMethod(boundary, name, weakly(each)) for name, each in around.items() if hasattr(boundary, name)
+            ]
 
-    def _around(self, source: GradientSource) -> list[WrappedMethod]:
-        """Follow the method that shows when gradients are final, and measure nothing in those that do not train."""
-        if (boundary := source.boundary) is None:
-            return []
-        trials = [name for name in source.trials if hasattr(boundary, name)]
-        reported, unseen = partial(_reported, weakref.ref(self)), partial(_unseen, weakref.ref(self.lifecycle))
-        return [WrappedMethod(boundary, "step", reported), *(WrappedMethod(boundary, name, unseen) for name in trials)]
+    def _around_passes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method in which all passes of a step run, unless gradients are off. What ranks have to agree on, they do before it, in
+        which they wait for each other.
+        """
+        if torch.is_grad_enabled():
+            self.fence.run(self.machine.passes_began)
+        result = original(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.fence.run(self.machine.passes_ended)
+        return result
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers that still exist, in the order in which they step."""
-        return self.ownership.alive()
+    def _unseen(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.lifecycle.paused():
+            return original(*args, **kwargs)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         return self.scaler_hooks.scaler
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether a step of the optimizer is one call of its hooks, and nothing else belongs to it."""
-        return self.optimizer_hooks.are_plain and self.scaler is None
-
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
-    def install(self, planner: Planner) -> None:
-        assert planner.inventory is not None
-        self.ownership.update(planner)
-        self.lifecycle.captures.parameters.shared = self.ownership.shared
-        places = planner.inventory.references
-        local = [
-            (places[position], Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
-            for position in planner.local_positions()
-        ]
-        self.backward_hooks.install(planner.source.hook_places(places), local)
+    def install(self) -> None:
+        self._captures.parameters.shared = self.ownership.update(self._planner)
+        self.backward_hooks.install()
 
     def remove_hooks(self) -> None:
         self.backward_hooks.uninstall()
@@ -475,30 +216,39 @@ class FollowedLoop:
         for wrapped in self._wrapped:
             wrapped.remove()
 
-    def by_scale(self, positions: Sequence[int]) -> list[tuple[list[int], Tensor | None]]:
-        """These positions by what their gradients have to be multiplied by at this moment."""
-        shares, wanted = self.ownership.shares(), set(positions)
-        found = [(sorted(wanted.intersection(own)), self.scaler_hooks.inverse_scale(each)) for _, each, own in shares]
-        return [(own, scale) for own, scale in found if own]
-
-    def to_step(self, positions: Sequence[int]) -> list[int]:
-        """Those of ``positions`` whose optimizers have not stepped in this step."""
-        return self.ownership.to_step(positions, self.state.progress.done)
-
     @fenced
     def gradient_came(self, position: int, gradient: Tensor | None) -> None:
         if self.machine.gradient_arrived():
-            self.lifecycle.captures.gradients.measure_local(position, gradient, self.measurement.inverse_scale())
+            self._captures.gradients.measure_local(position, gradient, self.inverse_scale())
 
     @fenced
     def gradient_accumulated(self, position: int, parameter: Tensor) -> None:
-        self.lifecycle.captures.gradients.commit_local(position)
+        self._captures.gradients.commit_local(position)
 
-    # --- what the lifecycle asks -----------------------------------------------------------------------------------------------
+    # --- what others ask -------------------------------------------------------------------------------------------------------
+
+    def inverse_scale(self) -> Tensor | None:
+        """The factor that unscales gradients inside the model at this moment."""
+        # of an optimizer that has not stepped, since others under the same scaler may be unscaled already
+        scales = map(self.scaler_hooks.inverse_scale, self.ownership.alive())
+        return next((scale for scale in scales if scale is not None), None)
+
+    def by_scale(self, positions: Sequence[int]) -> list[tuple[list[int], Tensor | None]]:
+        """These positions by what their gradients have to be multiplied by at this moment."""
+        wanted = set(positions)
+        found = [
+            (sorted(wanted.intersection(own)), self.scaler_hooks.inverse_scale(each)) for _, each, own in self.ownership.shares()
+        ]
+        return [(own, scale) for own, scale in found if own]
+
+    def to_step(self, positions: Sequence[int]) -> list[int]:
+        """Those of ``positions`` whose optimizers have not stepped in this step: later gradients of the others are not for it."""
+        stepped = {position for name in self.state.progress.done for position in self.ownership.owned.get(name, ())}
+        return [position for position in positions if position not in stepped]
 
     def leave_unused(self, buffer: StepBuffer) -> None:
         """The step ends. Gradients of optimizers that did not step in it are of the steps that use them, if any do."""
-        index, order, leads = self.lifecycle.planning.planner.inventory, self.ownership.order, self.state.leads
+        index, order, leads = self._planner.inventory, self.ownership.order, self.state.leads
         if self.backward_hooks.awaited and not (leads or buffer.names_of(GRADIENT_BEFORE_CLIP) <= buffer.used):
             buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
         if len(order) == 1 or index is None or not leads:
@@ -512,32 +262,24 @@ class FollowedLoop:
                 buffer.clear(GRADIENT_BEFORE_CLIP, left)
                 buffer.absent.update(((source, name), _UNUSED) for source in (GRADIENT_BEFORE_CLIP, GRADIENT) for name in left)
 
-    def context_of(
-        self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool
-    ) -> OptimizerContext:
-        ownership, index = self.ownership, self.lifecycle.planning.planner.inventory
+    def context_of(self, optimizer: Hashable, is_overflowed: bool) -> OptimizerContext:
+        """Of the optimizer that is about to step, or overflowed."""
+        ownership, index, progress = self.ownership, self._planner.inventory, self.state.progress
         # of a fused optimizer, whose step reads it
         has_scaler = isinstance(getattr(ownership[optimizer], "found_inf", None), Tensor)
         alive = {name: each for name in ownership.order if (each := ownership[name]) is not None}
-        stepped = [type(each).__name__ for name, each in alive.items() if name in done and name != optimizer]
+        stepped = [ownership.kind(name) for name in alive if name in progress.done and name != optimizer]
         left = {name: self.optimizer_hooks.holds.leftovers(each) for name, each in alive.items()}
         own = left.pop(optimizer, [])
         # of parameters whose gradients another one has from a skipped step, or will not use, since it overflowed
         ignored = frozenset[str]()
         if index is not None:
             positions = {p for parameters in left.values() if parameters for p in index.positions(parameters)}
-            ignored = frozenset(index.names[p] for p in positions.union(*(ownership.owned.get(each, ()) for each in overflowed)))
+            positions.update(*(ownership.owned.get(each, ()) for each in progress.overflowed))
+            ignored = frozenset(index.names[p] for p in positions)
         return OptimizerContext(has_scaler, is_overflowed, " and ".join(stepped), ignored, bool(own))
 
     # --- events --------------------------------------------------------------------------------------------------------------
-
-    def tell_audit(self, event: str, *args: object) -> None:
-        self._plugins.tell_audit(event, *args)
-
-    def moves_buffers(self, module: nn.Module) -> None:
-        policy = self._plugins.built_in.policy
-        if policy is not None and self.machine.moves_buffers():
-            self._plugins.call_one(policy, policy.before_forward, module)
 
     def forward_began(self, in_eval: bool, in_closure: bool, counts: bool) -> None:
         """The model is called in training, perhaps in evaluation mode. ``counts``: no other hook reports this call."""
@@ -547,50 +289,49 @@ class FollowedLoop:
         if counts:
             self._plugins.call_one(self._audit, self._audit.on_forward)
         self.machine.forward_began(in_eval, in_closure)
-        if self.ownership.is_orphaned:
+        if not self.ownership.alive():
             self._optimizers_lost()
 
     def _optimizers_lost(self) -> None:
         self.is_orphaned = True
-        self.fence.complaints.add("optimizers", _LOST)
-        self.tell_audit("on_optimizers_lost")
+        self._complaints.add("optimizers", _LOST)
+        self._plugins.tell("audit", "on_optimizers_lost")
 
     def part_called(self, module: nn.Module) -> None:
         """A part of the model is called, by something else than the root."""
         state = self.state
         in_eval = state.patterns.trains_in_eval and not module.training  # in a step that a call in training mode has opened
         if not state.is_open or state.progress.is_tentative or in_eval:
-            self.model_hooks.part_called(module)
+            self.fence.run(self.model_hooks.forward_began, module, True)
 
     def gradient_complete(self, position: int) -> None:
-        """The gradient of this parameter is complete, and its optimizer may step before the backward pass is over."""
+        """The gradient of this parameter is complete, and its optimizer may step before the backward pass is over.
+
+        If that optimizer has stepped after an earlier pass, this pass is another optimizer's turn, and its end measures the rest.
+        """
         if self.machine.gradient_arrived():
-            self.measurement.measure_one_before_clip(position, self.state.progress.done, self.state.in_backward.known)
+            within = any(position in self.ownership.owned.get(name, ()) for name in self.state.in_backward.known)
+            self._captures.gradients.before_clip([position] if within else self.to_step([position]), None)
+
+    def pass_ended(self) -> None:
+        if self._captures.modules is not None:
+            self._captures.modules.backward_ended()
 
     def backward_ended(self, is_nested: bool) -> None:
         """A backward pass is over, and its gradients are accumulated and reduced."""
         self._plugins.call_one(self._audit, self._audit.on_backward_ended)
-        if self.ownership.is_orphaned and not self.state.is_paused:
+        if not (self.state.is_paused or self.ownership.alive()):
             self._optimizers_lost()
         self.machine.backward_ended(is_nested, self.scaler_hooks.in_step)
 
-    @fenced
-    def passes_began(self) -> None:
-        """All passes of a step are about to come, on all ranks: what they have to agree on, they do before they wait for each other."""
-        self.machine.passes_began()
-
-    @fenced
-    def passes_ended(self) -> None:
-        self.machine.passes_ended()
-
     def wrapper_began(self, optimizer: Optimizer) -> None:
-        self._is_due = self.lifecycle.planning.planner.source.is_due()
+        self._is_due = self._planner.source.is_due()
         if self._is_due:
             self.scaler_hooks.called.add(id(optimizer))
             self.machine.wrapper_began(id(optimizer))
 
     def wrapper_ended(self, optimizer: Optimizer) -> None:
-        source = self.lifecycle.planning.planner.source
+        source = self._planner.source
         if self._is_due and source.has_overflowed():
             if not source.searches_scale() and (active := self.lifecycle.active) is not None:
                 # so that it is judged
@@ -616,31 +357,212 @@ class FollowedLoop:
             active.buffer.are_rows_over = True
         return self.machine.closure_ended(id(optimizer))
 
-    def closure_raised(self, optimizer: Optimizer, error: str) -> None:
-        self.machine.closure_raised(id(optimizer), error)
-
     def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
         """The optimizer has stepped, unless ``found_inf`` (of a fused optimizer under a GradScaler) is not zero."""
         self.stretch.step_followed()
         self._plugins.call_one(self._audit, self._audit.on_optimizer_stepped, optimizer)
-        if (replicas := self._plugins.built_in.replicas) is not None:
-            self._plugins.call_one(replicas, replicas.on_optimizer_stepped, optimizer)
+        self._plugins.tell("replicas", "on_optimizer_stepped", optimizer)
         if found_inf is not None and not within:
-            self._overflows.note(found_inf)
+            self.lifecycle.values.note_overflow(found_inf)
         self.machine.step_ended(id(optimizer), within, self.scaler_hooks.in_step)
 
     def step_overflowed(self, optimizer: Optimizer) -> None:
-        self.tell_audit("on_optimizer_overflowed", optimizer)
+        self._plugins.tell("audit", "on_optimizer_overflowed", optimizer)
         self.machine.step_overflowed(id(optimizer), self.scaler_hooks.in_step)
 
     def scaler_updated(self) -> None:
-        self.tell_audit("on_scaler_updated")
+        self._plugins.tell("audit", "on_scaler_updated")
         self.machine.scaler_updated()
 
-    def holds_scaler(self) -> tuple[bool, bool]:
-        """Whether the scaler must not count this attempt, and whether that holds although it found infinite gradients on this rank."""
-        is_held, policy = self.lifecycle.is_skipped, self._plugins.built_in.policy
-        return is_held, is_held and policy is not None and policy.overrules_scaler
+    # --- what the step machine asks for: gradients -------------------------------------------------------------------------------
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether gradients are final only when an optimizer steps, not when a backward pass ends."""
+        return self._planner.source.is_final_at_step
+
+    def measure_before_clip(self) -> None:
+        """Measure gradients before clipping. Those of optimizers that have stepped count only if these step again in this step; those of
+        optimizers that step within the backward pass were measured when they came.
+        """
+        scaled: list[int] = []
+        plain: list[int] = []
+        inverse_scale: Tensor | None = None
+        gradients, source, state = self._captures.gradients, self._planner.source, self.state
+        own = None if source is PLAIN_GRADIENTS else source.scale()
+        if own is None and source.stays_scaled:
+            own = scale_of(self.scaler)
+        for name, optimizer, positions in self.ownership.shares():
+            scale = self.scaler_hooks.inverse_scale(optimizer) if own is None else inverse(own)
+            inverse_scale = inverse_scale if scale is None else scale
+            if name is not None and name in state.in_backward.known:
+                continue
+            if name is not None and name in state.progress.done:
+                # of use only if this optimizer steps again in this step; another one's backward may pass through here too
+                gradients.before_clip(positions, scale, held_for=name)
+            else:
+                (plain if scale is None else scaled).extend(positions)
+        if inverse_scale is not None:
+            self.lifecycle.note("amp_scale", inverse_scale.to(accumulator_dtype(inverse_scale.device)).reciprocal())
+        for positions, scale in ((plain, None), (scaled, inverse_scale)):
+            if positions:
+                gradients.before_clip(sorted(positions), scale)
+
+    def measure_after_clip(self, optimizer: Hashable, *, with_unowned: bool, is_overflowed: bool = False) -> None:
+        """Measure the gradients that the optimizer uses, and with the last one those that none uses."""
+        positions = self.ownership.owned.get(optimizer, [])
+        if self.backward_hooks.awaited and torch._C._current_graph_task_id() == -1:
+            self._refuse_before_clip(positions)
+        scale = None if is_overflowed else self.scaler_hooks.inverse_scale(self.ownership[optimizer])
+        self._captures.gradients.after_clip(positions, scale)
+        if with_unowned and self.ownership.unowned:
+            self.measure_unowned()
+
+    def _refuse_before_clip(self, positions: list[int]) -> None:
+        """A backward pass was interrupted, and neither another one came after it nor a clip by the monitor, which measures."""
+        active, gradients = self.lifecycle.active, self._captures.gradients
+        left = gradients.not_clipped(positions)
+        if active is not None and active.buffer is not None and (left == positions or gradients.with_gradient(left)):
+            active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
+
+    def measure_unowned(self) -> None:
+        """Measure the gradients that no optimizer uses, and none unscales."""
+        self._captures.gradients.after_clip(self.ownership.unowned, self.scaler_hooks.inverse_scale(None))
+
+    def shares_parameters(self, optimizer: Hashable, other: Hashable) -> bool:
+        return not {*map(id, self.ownership.parameters(optimizer))}.isdisjoint(map(id, self.ownership.parameters(other)))
+
+    def accumulates(self, optimizer: Hashable) -> bool:
+        """Whether backward passes add to gradients of the optimizer that nothing has cleared since the last call; at first, whether it
+        has gradients.
+        """
+        gradient, before = self._first_gradient(optimizer), self._accumulated.pop(optimizer, None)
+        if gradient is None:
+            return False
+        version = 0 if gradient.is_inference() else gradient._version
+        self._accumulated[optimizer] = weakref.ref(gradient), version
+        return before is None or (before[0]() is gradient and before[1] != version)
+
+    def was_cleared(self, optimizer: Hashable) -> bool:
+        """Whether the gradients of the optimizer are none of those that the last call of :meth:`accumulates` has seen."""
+        before = self._accumulated.get(optimizer)
+        return before is not None and before[0]() is not self._first_gradient(optimizer)
+
+    def _first_gradient(self, optimizer: Hashable) -> Tensor | None:
+        return next((p.grad for p in self.ownership.parameters(optimizer) if p.grad is not None), None)
+
+    def has_gradients(self, optimizer: Hashable) -> bool:
+        return self._first_gradient(optimizer) is not None
+
+    def gets_own_gradients(self) -> bool:
+        """Whether the optimizers got gradients from different backward passes since they last stepped."""
+        return bool(self._plugins.call_one(self._audit, self._audit.sees_alternation))
+
+    # --- parameters and facts ----------------------------------------------------------------------------------------------------
+
+    def measure_parameters(self) -> None:
+        self._captures.parameters.measure(self.ownership.all_positions)
+
+    def hold_parameters(self, optimizer: Hashable, *, with_unowned: bool, as_measured: bool) -> None:
+        """Copy the parameters that the optimizer is about to change; ``as_measured``: :meth:`measure_parameters` was just called."""
+        self._captures.parameters.before_step(self.ownership.of(optimizer, with_unowned), as_measured)
+
+    def let_go(self, optimizer: Hashable, *, with_unowned: bool) -> None:
+        self._captures.parameters.forget(self.ownership.of(optimizer, with_unowned))
+
+    def measure_update(self, optimizer: Hashable) -> None:
+        if (found := self.ownership[optimizer]) is not None:
+            self._captures.parameters.after_step(self.ownership.owned.get(optimizer, []), found)
+
+    def annotate(self, optimizer: Hashable, *, turns: int, is_first: bool) -> None:
+        """Note facts about the optimizer that is about to step: learning rates, whether it resumes, and, if optimizers take turns, the
+        most ``turns`` of one before.
+        """
+        found = self.ownership[optimizer]
+        if found is None:
+            return
+        place, note = self.ownership.order.index(optimizer), self.lifecycle.note
+        for number, group in enumerate(found.param_groups):
+            note(f"lr/{place}/{number}", group.get("lr"))
+        if turns:
+            note("by_turns", float(turns))
+        if is_first and _has_stepped(found):
+            note("goes_on", 1.0)
+
+    # --- reasons and warnings ----------------------------------------------------------------------------------------------------
+
+    def explain_missing(self, reason: str) -> None:
+        self.lifecycle.explain(GRADIENT_BEFORE_CLIP, reason)
+
+    def explain_in_backward(self, optimizer: Hashable) -> None:
+        """The same, for an optimizer whose step within the backward pass was not expected."""
+        if not self._captures.gradients.are_measured(self.ownership.owned.get(optimizer, [])):
+            self.explain_missing(_IN_BACKWARD)
+
+    def revive_hooks(self, optimizer: Hashable) -> None:
+        """No backward pass was seen in this step: register hooks again if parameters were replaced."""
+        found = self.ownership[optimizer]
+        if found is not None and self.backward_hooks.revive(found):
+            reason = "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are registered again"
+            self.explain_missing(reason)
+            self._tell_missing("hooks", reason)
+
+    def forget_scaled(self, reason: str) -> None:
+        """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
+        self._captures.gradients.drop_scaled(reason)
+        if self._captures.modules is not None:
+            self._captures.modules.drop_scaled(reason)
+        self._tell_missing("scaler", reason)
+
+    def _tell_missing(self, key: str, reason: str) -> None:
+        self._complaints.add(key, f"{reason}; gradients before clipping are missing in step {self.state.step}")
+
+    def writes_early(self, optimizer: Hashable) -> bool:
+        """Whether the optimizer wrote to its parameters before its closure had computed gradients."""
+        hooks, found = self.optimizer_hooks, self.ownership[optimizer]
+        if not hooks.may_skip or found is None or not hooks.holds.was_changed(found):
+            return False
+        message = "writes to the parameters before its closure is called, so that its steps cannot be skipped"
+        self._complaints.add("skip:closure", f"{type(found).__name__} {message}; attach the optimizer that it wraps instead")
+        return True
+
+    def warn_order(self, optimizer: Hashable) -> None:
+        """The optimizer stepped after the one that was named last; it counts as the last one from now on."""
+        self._complaints.add(
+            "order",
+            f"the {self.ownership.kind(optimizer)} named earlier steps last; name optimizers in the order in which they step. From here "
+            "on it counts so",
+        )
+
+    def warn_resting(self, resting: Hashable, latest: Hashable) -> None:
+        """One optimizer rests while others step many times; until it steps, the ``latest`` of them ends steps."""
+        self._complaints.add(
+            "order",
+            f"{self.ownership.place(resting)}, whose step ends a monitored one, rests while others step; until it steps, "
+            f"{self.ownership.place(latest)} ends them",
+        )
+
+    def warn_late(self, last: Hashable, steps: int) -> None:
+        """So many steps of another optimizer were taken for one, for the ``last`` one had gradients and did not step."""
+        self._complaints.add(
+            "order",
+            f"{self.ownership.place(last)} had gradients and did not step for {steps} steps of another one, which were taken for one "
+            "step and have one record; if it begins late, clear its gradients by zero_grad() before its first backward pass",
+        )
+
+    def warn_joined(self, steps: int) -> None:
+        """So many steps of optimizers that take turns of several steps each were taken for one."""
+        self._complaints.add(
+            "order",
+            f"optimizers take turns of several steps each: before the last optimizer stepped first, {steps + 1} steps of others were "
+            "taken for one step with it, and their record is that of the last of them; from here on each step has one",
+        )
+
+    def warn_in_backward(self) -> None:
+        """Nothing can be done about spikes of an optimizer that steps within the backward pass."""
+        if self.optimizer_hooks.may_skip:
+            message = "optimizers step within the backward pass, before all gradients are there: nothing is done about spikes"
+            self._complaints.add("acting", message)
 
 
 # --- One monitor at work: the step machine, what carries out its actions, and the life cycle of hooks ---
@@ -669,22 +591,24 @@ class Runtime:
     Attributes:
         lifecycle: opens and closes steps.
         cycle: decides when; the part of the step machine that is there without a loop.
-        loop: the followed loop; None where steps begin and end by hand.
         named_scaler: the GradScaler that the script has named, or that was found around its optimizers.
         owner: the facade, which lives as long as the loop that it watches.
     """
 
     def __init__(self, lifecycle: StepLifecycle) -> None:
         self.lifecycle, self.state, self.fence, self.captures = lifecycle, lifecycle.state, lifecycle.fence, lifecycle.captures
-        self.planner, self.pipeline, self.factory = lifecycle.planning.planner, lifecycle.pipeline, lifecycle.pipeline.factory
+        self.planner, self.pipeline, self.factory = lifecycle.planner, lifecycle.pipeline, lifecycle.pipeline.factory
         self.cycle = StepCycle(lifecycle, self.state)
-        self.loop: FollowedLoop | None = None
         self.named_scaler: torch.amp.GradScaler | None = None
-        self._overflows = OverflowLog(lifecycle.values)
         self.owner: object = None
         self.mark: object = None  # by which watch() finds the monitor of a model
         self.join_ranks: Callable[[], object] = lambda: None  # when the loop begins, which is when a process may know other ranks
         self._scale_by_hand()
+
+    @property
+    def loop(self) -> FollowedLoop | None:
+        """The followed loop; None where steps begin and end by hand."""
+        return self.lifecycle.loop  # type: ignore[no-any-return]
 
     @property
     def built_in(self) -> BuiltInPlugins:
@@ -703,10 +627,10 @@ class Runtime:
     @fenced
     def begin_step(self, step: int) -> bool:
         """From now on steps begin and end by hand. Returns whether this one is monitored."""
-        if self.state.clock.step is None:
+        if self.state.step is None:
             self.join_ranks()
-        self.lifecycle.values.follow(True)
-        self.lifecycle.planning.wake()
+        self.lifecycle.values.is_detached = False
+        self.lifecycle.wake()
         if self.loop is None and self.lifecycle.plugins.has("before_optimizer_step"):
             message = (
                 "on_spike cannot act on a step, since the optimizers are not known: call attach() in addition to begin_step()"
@@ -718,7 +642,7 @@ class Runtime:
 
     @fenced
     def end_step(self) -> None:
-        self.lifecycle.planning.wake()
+        self.lifecycle.wake()
         self.cycle.end()
         self._publish()
 
@@ -767,7 +691,7 @@ class Runtime:
         made = [planner.registry.make(source, name, function, regex, aggregation, every=every, **flags) for source in sources]
         planner.registry.add(made, planner.matchable())
         planner.changed()
-        self.replan()
+        self.lifecycle.replan()
         self.warn_of_idle(made[:1])
 
     def warn_of_idle(self, metrics: Iterable[Metric]) -> None:
@@ -800,6 +724,10 @@ class Runtime:
         self.pipeline.directory.annotate(preset=name)
         self.planner.changed()
 
+    @property
+    def reference(self) -> ReferencePass | None:
+        return None if self.captures.modules is None else self.captures.modules.reference
+
     def set_reference(self, module: nn.Module | None, follows: bool) -> None:
         """Compare with ``module`` from now on; ``follows`` keeps it in the mode of the watched model."""
         if module is not None:
@@ -809,25 +737,18 @@ class Runtime:
         reference = self.reference
         self.captures.parameters.reference = {} if reference is None else reference.parameters
         self.planner.changed()
-        self.replan()
-
-    @property
-    def reference(self) -> ReferencePass | None:
-        return None if self.captures.modules is None else self.captures.modules.reference
-
-    def replan(self) -> None:
-        self.lifecycle.planning.replan(self.lifecycle.active, drop_hooks=False)
+        self.lifecycle.replan()
 
     # --- what is known by now ------------------------------------------------------------------------------------------------
 
     def would_monitor(self, step: int) -> bool:
         """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike or under a live change."""
-        clock, cadence, active = self.state.clock, self.lifecycle.planning.cadence, self.lifecycle.active
-        if clock.step is not None and step <= clock.step:
-            is_open = self.state.is_open and step == clock.step and active is not None and active.is_monitored
-            is_known = self.pipeline.newest(step) is not None or step in self.pipeline.history
+        state, cadence, active = self.state, self.lifecycle.cadence, self.lifecycle.active
+        if state.step is not None and step <= state.step:
+            is_open = state.is_open and step == state.step and active is not None and active.is_monitored
+            is_known = step in self.pipeline.history or any(pending.step == step for pending in self.pipeline.waiting)
             return is_open or is_known or cadence.foretells(step, None)
-        ahead = step - clock.next_step if clock.step is None else (step - clock.step - 1) // clock.stride
+        ahead = step - state.next_step if state.step is None else (step - state.step - 1) // state.stride
         return cadence.foretells(step, ahead)
 
     def findings(self) -> list[LoopFinding]:
@@ -839,16 +760,17 @@ class Runtime:
 
     @property
     def is_listening(self) -> bool:
-        return self.lifecycle.values.is_listening(self._may_be_forward)
-
-    def _may_be_forward(self) -> bool:
-        """Whether, though no step is open, this may be the forward of the next one: no hook saw the last one's, or this is the first,
-        or only its backward pass shows it.
+        """Whether a value from inside of a forward counts: in a step that is measured, and where this may be the forward of the next one,
+        since no hook saw the last one's, or it is the first, or only its backward pass shows it.
         """
-        state = self.state
-        may_be = state.patterns.hides_forward or state.patterns.is_undecided or state.clock.ended is None
+        state, values, passes = self.state, self.lifecycle.values, self.captures.passes
+        if passes.paused or not passes.in_training:
+            return False
+        if state.is_open:
+            return values.buffer is not None and values.is_recording
+        may_be = state.patterns.hides_forward or state.patterns.is_undecided or state.ended is None
         leads = self.loop is not None and not state.is_manual and torch.is_grad_enabled()
-        return may_be and leads and self.lifecycle.planning.would_measure(state.clock.next_step)
+        return may_be and leads and self.lifecycle.would_measure(state.next_step)
 
     @property
     def stale_reason(self) -> str:
@@ -866,7 +788,7 @@ class Runtime:
 
     def counts(self) -> StepCounts:
         """Of the steps so far, as far as their values have come."""
-        summary, policy, attempts = self.factory.summary, self.built_in.policy, self.state.clock.attempts
+        summary, policy, attempts = self.factory.summary, self.built_in.policy, self.state.attempts
         skipped, rollbacks = (0, 0) if policy is None else (policy.skipped, policy.rollbacks)
         applied, overflowed = attempts - summary.not_applied, summary.not_applied - skipped - summary.interrupted
         return StepCounts(attempts, applied, skipped, overflowed, summary.nonfinite, rollbacks, summary.interrupted)
@@ -901,9 +823,9 @@ class Runtime:
 
     def _state(self) -> dict[str, Any]:
         self.settle_now()
-        self.lifecycle.planning.wake()  # so that plugins have seen all steps
+        self.lifecycle.wake()  # so that plugins have seen all steps
         records = {"summary": self.factory.summary.state_dict(), "detectors": self.pipeline.detectors.state_dict()}
-        steps = {"next_step": self.state.next_attempt, "attempted": self.state.clock.attempts}
+        steps = {"next_step": self.state.next_attempt, "attempted": self.state.attempts}
         policy, clips = self.built_in.policy, self.lifecycle.plugins.clips
         parts = {} if policy is None else {"acting": policy.state_dict()}
         parts["clipping"] = {} if clips is None else clips.state_dict()
@@ -943,7 +865,7 @@ class Runtime:
         if part == "next_step":
             self._continue_at(int(value))
         elif part == "attempted":
-            self.state.clock.attempts = int(value)
+            self.state.attempts = int(value)
         elif part == "plugins":
             for plugin in self.plugins:
                 if plugin.name in value:
@@ -956,8 +878,8 @@ class Runtime:
             {"summary": self.factory.summary, "detectors": self.pipeline.detectors, "acting": acting}[part].load_state_dict(value)
 
     def _continue_at(self, step: int) -> None:
-        self.state.clock.next_step = step
-        self.lifecycle.planning.wake()
+        self.state.next_step = step
+        self.lifecycle.wake()
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
@@ -985,7 +907,7 @@ class Runtime:
                 'a pipeline would have to do it together; use on_spike="warn" or "raise"'
             )
         # the user's function may raise, so it runs before anything is installed
-        self.lifecycle.planning.cadence.asked(self.state.clock.next_step if start_step is None else start_step)
+        self.lifecycle.cadence.asked(self.state.next_step if start_step is None else start_step)
         if self.fence.inert:
             return
         before(module)
@@ -1001,26 +923,24 @@ class Runtime:
         self._follow(module, bare, around)
 
     def _follow(self, module: nn.Module, optimizers: list[Optimizer], wrappers: Sequence[tuple[Any, Optimizer]]) -> None:
-        lifecycle, planning = self.lifecycle, self.lifecycle.planning
-        lifecycle.values.follow(True)
+        lifecycle = self.lifecycle
+        lifecycle.values.is_detached = False
         self.state.follow()
         with outside_dispatch_modes():
-            loop = FollowedLoop(self, lifecycle, self._overflows, module, optimizers, self.named_scaler, wrappers)
-            self.loop = planning.loop = loop
+            loop = FollowedLoop(self, lifecycle, module, optimizers, self.named_scaler, wrappers)
+            lifecycle.loop = loop
             lifecycle.plugins.restart()
             lifecycle.plugins.call("on_attach", module, optimizers)
-            planning.installed_for = None
-            self.captures.connect(
-                loop.measurement.inverse_scale, loop.model_hooks.root_called, loop.part_called, loop.backward_hooks.awaited
-            )
+            lifecycle.installed_for = None
+            self.captures.connect(loop.inverse_scale, loop.model_hooks.root_called, loop.part_called, loop.backward_hooks.awaited)
             # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
-            planning.install()
+            lifecycle.install()
             self.fence.cost()
 
     def _unfollow(self) -> None:
-        lifecycle, planning = self.lifecycle, self.lifecycle.planning
-        lifecycle.values.follow(False)
-        planning.uninstall()
+        lifecycle = self.lifecycle
+        lifecycle.values.is_detached = True
+        lifecycle.uninstall()
         if self.captures.modules is not None:
             self.captures.modules.remove()
         if self.reference is not None:
@@ -1032,7 +952,7 @@ class Runtime:
             lifecycle.plugins.call("on_detach")
         finally:
             if self.loop is not None:
-                self.loop = planning.loop = None
+                lifecycle.loop = None
                 self.state.is_driven = False
                 self._scale_by_hand()
 
@@ -1048,8 +968,8 @@ class Runtime:
 
     def leave(self) -> None:
         """End the step in flight, or drop it if it is unfinished, and take what is recorded."""
-        self.lifecycle.planning.wake()
-        with self.lifecycle.planning.exchange.without_others():
+        self.lifecycle.wake()
+        with self.lifecycle.exchange.without_others():
             self._end_last()
             self.backfill()
 
@@ -1061,7 +981,7 @@ class Runtime:
                 try:
                     self._unfollow()
                 finally:  # where warnings are errors
-                    self.lifecycle.planning.exchange.end()
+                    self.lifecycle.exchange.end()
                     self.close()
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, MutableSet, Set
+from collections.abc import Callable, Hashable, Iterator, MutableSet
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from ..step.planner import OF_MODULES, ExchangePolicy, Planner
 from ..step.record_builder import PendingStep
 from .machine import StepState
 from .plugin_set import PluginSet
-from .records import RecordFactory, RecordPipeline
+from .records import RecordPipeline
 from .values import ValueLog
 
 if TYPE_CHECKING:
@@ -176,161 +176,6 @@ def unlink(module: nn.Module) -> None:
         unsaved.leave_if_empty()
 
 
-# --- What is measured in a step, and which hooks that takes ---
-
-
-MODEL_GONE = (
-    "the watched model is gone: keep a reference to it, or, if only its parts are called, watch an nn.ModuleDict of them, which the "
-    "optimizers keep"
-)
-
-
-class StepPlanning:
-    """Prepares steps that take values, and registers and removes the hooks on modules and parameters for them.
-
-    Attributes:
-        loop: a ``FollowedLoop`` of runtime.py, which owns the hooks on parameters; None where the script begins and ends steps itself.
-        installed_for: a version of the plan, and whether hooks on modules are there too; None if they may not be what is needed.
-        is_bare: only hooks that a step without measurements needs are registered.
-    """
-
-    def __init__(
-        self,
-        state: StepState,
-        planner: Planner,
-        captures: Captures,
-        exchange: ExchangePolicy,
-        factory: RecordFactory,
-        cadence: Cadence,
-        fence: Fence,
-    ) -> None:
-        self.state, self.planner, self.captures, self.exchange = state, planner, captures, exchange
-        self.factory, self.cadence, self.fence = factory, cadence, fence
-        self.loop: Any = None
-        self.installed_for: tuple[int, bool] | None = None
-        self.is_bare = False
-
-    def would_measure(self, step: int) -> bool:
-        return not self.fence.inert and self.planner.module is not None and self.cadence.wants(step)
-
-    def mode_of(self, step: int) -> Mode:
-        if self.fence.inert or self.planner.module is None:
-            if self.planner.has_lost_model:
-                self.fence.complaints.add("model", f"{MODEL_GONE}; nothing is measured any more")
-            return IDLE
-        if self.cadence.wants(step):
-            return Mode.MONITORED
-        return Mode.RECORDED if self.cadence.plugins.requires_gradients else IDLE
-
-    def prepare(self, active: ActiveStep) -> None:
-        planner, captures, is_monitored = self.planner, self.captures, active.mode is Mode.MONITORED
-        planner.refresh()
-        if self.loop is not None and self.loop.ownership.has_changed():
-            self.installed_for = None
-        index = planner.inventory
-        assert index is not None
-        if index.spread:  # before anything is added up over ranks
-            if self.exchange.ranks.count > 1:
-                self.factory.summary.choice.store_all_columns()  # on each rank, with or without a run directory
-            self.exchange.ranks_take_part(active.number)
-        active.plans = planner.plans(active.number, self.factory.summary, gradients_only=not is_monitored)
-        active.buffer = buffer = StepBuffer(active.number, self.fence.complaints)
-        if is_monitored:
-            buffer.rng = self.random_states()
-            active.due = planner.modules_due(active.number)
-        if index.homes:
-            captures.measurer.ranks.count_at(index.homes)
-        buffer.used.update(index.foreign)  # their ranks use them
-        by_batch = planner.measures_each_batch and is_monitored
-        captures.begin(active, index, by_batch, self.state.is_manual)
-        self.install(on_modules=is_monitored)
-
-    def random_states(self) -> dict[str, Tensor]:
-        return rng_states() if self.factory.is_stored else {}
-
-    def prepare_next(self, may_rest: bool) -> None:
-        """A step has closed: register the hooks that the next one needs before anything is seen of it. ``may_rest``: no value is on its
-        way, and no plugin watches.
-        """
-        state, modules, step = self.state, self.captures.modules, self.state.clock.next_step
-        if state.is_manual:
-            return
-        if self.loop is not None and not (self.installed_for and self.installed_for[1]) and self.would_measure(step):
-            self.install()  # the first thing seen of the next step may be its backward pass
-        if modules is not None and modules.hooks.graphs.traced:  # or its forward, in a compiled graph
-            modules.set_recording(self.would_measure(step))
-        elif may_rest and state.is_plain and step - 1 == state.clock.step and (steps := self.cadence.idle_ahead(step)) > 0:
-            self._rest(steps)
-
-    def _rest(self, steps: int) -> None:
-        """The next ``steps`` steps are idle: only count them, if no hook is registered but those that every step needs."""
-        modules = self.captures.modules
-        if self.loop is not None and self.is_bare and not (modules and modules.hooks.on_root) and self.loop.is_plain:
-            self.loop.stretch.begin(steps)
-
-    def replan(self, active: ActiveStep | None, drop_hooks: bool) -> None:
-        """What is measured changed: register the hooks for it now, or leave that to the next step where there is time."""
-        self.wake()
-        if drop_hooks:
-            self.uninstall()
-            if self.captures.modules is not None and self.captures.modules.hooks.has_hooks:  # where they may not all go
-                self._install_on_modules()
-        elif self.loop is not None:
-            if active is not None and active.is_monitored:
-                self._install_on_modules()  # what is due in the open step stays, but the next one needs its hooks in time
-            elif not self.state.is_open and self.would_measure(self.state.clock.next_step):
-                with outside_dispatch_modes():
-                    self.install()
-
-    # --- hooks -----------------------------------------------------------------------------------------------------------------
-
-    def wake(self) -> None:
-        """What is measured may have changed, or which steps are monitored: follow the loop again."""
-        if self.loop is not None:
-            self.loop.stretch.wake()
-
-    def install(self, on_modules: bool = True) -> None:
-        """Register the hooks that monitored steps need, where they are missing; ``on_modules`` too, or on parameters only."""
-        wanted, before = (self.planner.version, on_modules), self.installed_for
-        if before == wanted or self.planner.module is None or self.planner.inventory is None:
-            return
-        self.installed_for, self.is_bare = wanted, False
-        if on_modules:
-            self._install_on_modules()
-        else:
-            self._uninstall_from_modules()
-        if self.loop is not None and (before is None or before[0] != wanted[0]):
-            self.loop.install(self.planner)
-
-    def _install_on_modules(self) -> None:
-        """By the plan as it is now."""
-        planner, module = self.planner, self.planner.module
-        if module is not None and planner.inventory is not None:
-            metrics, self.is_bare, is_linked = planner.module_metrics(), False, bool(linkable(module))
-            if metrics or is_linked or self.captures.modules is not None:
-                self.captures.needed_modules().install(module, planner.inventory, metrics, planner.version, is_linked)
-
-    def _uninstall_from_modules(self) -> None:
-        modules = self.captures.modules
-        if modules is not None and modules.has_removable_hooks:
-            modules.uninstall(self.planner.module_metrics())
-
-    def uninstall(self) -> None:
-        self.installed_for = None
-        self._uninstall_from_modules()
-        if self.loop is not None:
-            self.loop.backward_hooks.uninstall()
-        self.is_bare = self.captures.modules is None or not self.captures.modules.hooks.measures
-
-    def groups(self) -> list[tuple[str, frozenset[str]]]:
-        index = self.planner.inventory
-        if self.loop is None or index is None:
-            return []
-        groups = [group for optimizer in self.loop.optimizers for group in index.source.groups_of(optimizer)]
-        members = index.groups or [frozenset(index.names[p] for p in index.positions(group)) for group in groups]
-        return [(f"group_{number}", names) for number, names in enumerate(members)]
-
-
 # --- Whether the monitor costs too much ---
 
 
@@ -376,18 +221,43 @@ class CostNotice:
 # --- Opens and closes steps: what is measured in them, what ranks exchange, and where the record goes ---
 
 
+MODEL_GONE = (
+    "the watched model is gone: keep a reference to it, or, if only its parts are called, watch an nn.ModuleDict of them, which the "
+    "optimizers keep"
+)
 _IN_EVAL = "the model was called in evaluation mode, as it was not before; from the next step on that counts as training"
 
 
 class StepLifecycle:
-    """Carries out the step machine's decisions about the boundaries of steps."""
+    """Carries out the step machine's decisions about the boundaries of steps: prepares those that take values, and registers and removes
+    the hooks on modules and parameters for them.
 
-    def __init__(self, planning: StepPlanning, pipeline: RecordPipeline, values: ValueLog) -> None:
-        self.planning, self.pipeline, self.values = planning, pipeline, values
-        self.state, self.fence, self.captures = planning.state, planning.fence, planning.captures
-        self.plugins = planning.cadence.plugins
-        self.active: ActiveStep | None = None  # the open step, or the last one
-        self._cost = CostNotice(self.fence, planning.cadence.every)
+    Attributes:
+        active: the open step, or the last one.
+        loop: a ``FollowedLoop`` of runtime.py, which owns the hooks on parameters; None where the script begins and ends steps itself.
+        installed_for: a version of the plan, and whether hooks on modules are there too; None if they may not be what is needed.
+        is_bare: only hooks that a step without measurements needs are registered.
+    """
+
+    def __init__(
+        self,
+        state: StepState,
+        planner: Planner,
+        captures: Captures,
+        exchange: ExchangePolicy,
+        cadence: Cadence,
+        pipeline: RecordPipeline,
+        values: ValueLog,
+        fence: Fence,
+    ) -> None:
+        self.state, self.planner, self.captures, self.exchange = state, planner, captures, exchange
+        self.cadence, self.plugins, self.pipeline, self.values, self.fence = cadence, cadence.plugins, pipeline, values, fence
+        self.factory = pipeline.factory
+        self.loop: Any = None
+        self.installed_for: tuple[int, bool] | None = None
+        self.is_bare = False
+        self.active: ActiveStep | None = None
+        self._cost = CostNotice(fence, cadence.every)
         self._had_root_inputs = False  # a hook was on what the model takes before the open step began
         self._aside: deque[tuple[ActiveStep, dict[str, Any]]] = deque()  # parts of the open step, with their facts
         self._last_part: ActiveStep | None = None  # of the step whose other parts are closing
@@ -402,7 +272,7 @@ class StepLifecycle:
 
     @property
     def was_monitored(self) -> bool:
-        return self.pipeline.has(self.state.clock.ended)
+        return self.pipeline.is_last_monitored
 
     # --- facts of the open step ----------------------------------------------------------------------------------------------
 
@@ -430,8 +300,8 @@ class StepLifecycle:
     def _pause(self, is_paused: bool) -> None:
         self.captures.pause(is_paused)
         self.state.is_paused = is_paused
-        self.planning.wake()
-        self.plugins.tell_audit("on_pause", is_paused)
+        self.wake()
+        self.plugins.tell("audit", "on_pause", is_paused)
 
     # --- opening -------------------------------------------------------------------------------------------------------------
 
@@ -443,55 +313,51 @@ class StepLifecycle:
         )  # what the step needs may be registered with it
         built_in = self.plugins.built_in
         if built_in.detail.watches_idle_steps:
-            self.plugins.call_one(built_in.detail, built_in.detail.before_step, step)
-        self.pipeline.seal(self.state.clock.ended, step)
+            self.plugins.tell("detail", "before_step", step)
+        self.pipeline.seal(step)
         self.pipeline.finish()
         self.pipeline.publisher.publish()
         if built_in.recorder is not None:
             built_in.recorder.seal()
         if built_in.post_spike.watches_idle_steps:  # a spike in the last record makes it do so
-            self.plugins.call_one(built_in.post_spike, built_in.post_spike.before_step)
+            self.plugins.tell("post_spike", "before_step")
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for its values."""
-        self.pipeline.enter(self.state.clock.ended, open_to_late_values=not self.state.is_open)
+        self.pipeline.enter(open_to_late_values=not self.state.is_open)
 
     def rewind(self, step: int, last: int | None) -> None:
         """The run goes back from ``last`` to ``step``; or begins, in a run directory that may have later steps."""
         if last is not None:
             message = f"step {step} comes after step {last}; a new segment begins in the run directory"
             self.fence.complaints.add("back", message)
-            self.pipeline.enter(None, open_to_late_values=False)
+            self.pipeline.enter(open_to_late_values=False)
             self.plugins.call("on_rewind", step)
             self.pipeline.rewind(step)
         self.pipeline.directory.rewind(step)
 
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
         """Begin ``step``; ``is_tentative``: a call in evaluation mode opens it; ``hides_forward``: no hook saw its forward."""
-        self.planning.wake()
-        active = self.active = ActiveStep(step, self.state.clock.stride)
+        self.wake()
+        active = self.active = ActiveStep(step, self.state.stride)
         passes = self.captures.passes
-        active.mode = self.planning.mode_of(step)
+        active.mode = self.mode_of(step)
         is_idle = active.mode is IDLE
-        self.values.late.tags.begin(is_kept=not is_idle)
+        self.values.begin_tags(is_kept=not is_idle)
         if not is_idle or self.plugins.watch_idle_steps:
             self.plugins.call("on_step_open", active, is_idle=is_idle)
         if is_idle:
             if passes.is_open or passes.missed:
                 self.captures.stop_recording()
-            if not self.planning.is_bare:
-                self.planning.uninstall()
+            if not self.is_bare:
+                self.uninstall()
         else:
-            self.planning.prepare(active)
+            self.prepare(active)
             modules, is_missed = self.captures.modules, not (self._had_root_inputs or hides_forward or self.state.is_manual)
             if is_missed and modules is not None and modules.hooks.on_root_inputs:
                 modules.root_inputs_missed()
         passes.counts_eval = passes.is_tentative = is_tentative
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
-
-    def pass_idle(self, step: int) -> None:
-        """The steps up to ``step`` were idle, or are, and were only counted."""
-        self.active = ActiveStep(step)
 
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""
@@ -507,18 +373,18 @@ class StepLifecycle:
 
     # --- the end of an attempt -----------------------------------------------------------------------------------------------
 
-    def decide(self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool) -> bool:
+    def decide(self, optimizer: Hashable, is_overflowed: bool) -> bool:
         """Whether the optimizer that is about to step must change nothing.
 
         Raises:
             TrainingStopped: a plugin stops the run.
         """
-        active, loop = self.active, self.planning.loop
+        active, loop = self.active, self.loop
         if not self.plugins.has("before_optimizer_step") or active is None or loop is None:
             return False
         if active.buffer is None or self.captures.passes.paused:
             return False
-        context = loop.context_of(optimizer, done, overflowed, is_overflowed)
+        context = loop.context_of(optimizer, is_overflowed)
         try:
             self.plugins.call("before_optimizer_step", active, context)
         finally:
@@ -538,17 +404,16 @@ class StepLifecycle:
         if self.active is not None:
             self.active.buffer = None
         self.values.buffer = None
-        if (policy := self.plugins.built_in.policy) is not None:
-            self.plugins.call_one(policy, policy.step_dropped)
+        self.plugins.tell("policy", "step_dropped")
         if not was_tentative:
-            self.values.late.tags.clear()
+            self.values.tags = {}
         self.captures.end()
 
     def close(self, *, is_overflowed: bool, tags: dict[str, Any] | None = None) -> None:
         """End the open step. On a CPU its record is made at once, elsewhere when its values have come. ``tags``: facts of a part that is
         a step of its own, while measurements go on.
         """
-        active, loop = self.active, self.planning.loop
+        active, loop = self.active, self.loop
         if active is None:
             return
         active.is_overflowed, interrupted = is_overflowed, self.state.progress.interrupted
@@ -569,18 +434,18 @@ class StepLifecycle:
                 if active.is_monitored:
                     self.pipeline.waiting.append(pending := self._pending(active, tags))
                     if pending.readback.arrival.is_local:  # its values are on the host already
-                        self.pipeline.enter(pending.step, open_to_late_values=True)
+                        self.pipeline.enter()
                 else:
                     self._close_unmonitored(active, tags)
         finally:  # ranks change together, whatever failed on one of them
             if is_watched or self.plugins.watch_idle_steps:  # a series of refused steps makes a plugin do so
                 self.plugins.call("on_step_closed", active, is_idle=is_idle)
         if tags is None:
-            self.planning.prepare_next(may_rest=not (is_watched or self.pipeline.waiting))
+            self.prepare_next(may_rest=not (is_watched or self.pipeline.waiting))
 
     def _take(self, active: ActiveStep, tags: dict[str, Any] | None) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
         """End the measurements of this step; return its values, the model index and the facts that the loop knows of it."""
-        buffer, active.buffer, inventory = active.buffer, None, self.planning.planner.inventory
+        buffer, active.buffer, inventory = active.buffer, None, self.planner.inventory
         self.values.buffer = None
         assert buffer is not None
         assert inventory is not None
@@ -588,8 +453,8 @@ class StepLifecycle:
             if tags is None:
                 self.captures.end()
         finally:  # collective: the other ranks wait, whatever failed here
-            self.planning.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
-        return buffer, inventory, self.values.late.tags.take() if tags is None else tags
+            self.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
+        return buffer, inventory, self.values.take_tags() if tags is None else tags
 
     def _close_unmonitored(self, active: ActiveStep, tags: dict[str, Any] | None) -> None:
         if active.buffer is not None:
@@ -601,7 +466,7 @@ class StepLifecycle:
             if policy is not None and (known := policy.known) is not None and not active.is_overflowed:
                 self.plugins.call_one(policy, self.pipeline.learn, *known)
         elif tags is None:
-            self.values.late.tags.clear()
+            self.values.tags = {}
         if active.is_overflowed:
             self.pipeline.count_refusal(active.is_interrupted)
         if self.pipeline.detectors.count_unmonitored(active.is_overflowed and not active.is_interrupted):
@@ -610,13 +475,12 @@ class StepLifecycle:
     def _pending(self, active: ActiveStep, tags: dict[str, Any] | None) -> PendingStep:
         if self._cost.is_due:
             self._cost.step_closed()
-        planning = self.planning
         buffer, inventory, found = self._take(active, tags)
         evaluate = self.captures.needed_modules().values.evaluator() if active.due else None
         readback = buffer.start_readback()
         self.plugins.call("annotate", active)
-        groups = planning.groups() if self.pipeline.factory.layers.choice == "blocks" else []
-        cost, ranks, attached = self.fence.cost(), planning.exchange.ranks.count, planning.loop is not None
+        groups = self.groups() if self.factory.layers.choice == "blocks" else []
+        cost, ranks, attached = self.fence.cost(), self.exchange.ranks.count, self.loop is not None
         return PendingStep(readback, active, inventory, evaluate, groups, found, cost, ranks, attached)
 
     # --- parts of a step that may be steps of their own ------------------------------------------------------------------------
@@ -625,7 +489,7 @@ class StepLifecycle:
         """An optimizer has stepped, and others are still to step: what was measured so far, and what is logged until the next pass, is a
         part of the open step, which may be a step of its own.
         """
-        active, inventory = self.active, self.planning.planner.inventory
+        active, inventory = self.active, self.planner.inventory
         if active is None:
             return
         if self.captures.modules is not None:
@@ -634,16 +498,16 @@ class StepLifecycle:
         if active.buffer is not None and inventory is not None:
             active.buffer.used.update(inventory.foreign)
             self.values.buffer = part.buffer
-        self._aside.append((part, self.values.late.tags.take()))
+        self._aside.append((part, self.values.take_tags()))
 
     def part_began(self) -> None:
         """A pass behind what was set aside begins another part."""
         active = self.active
         if active is not None and self._aside:
-            self._aside[-1][1].update(self.values.late.tags.take_late())
+            self._aside[-1][1].update(self.values.take_late_tags())
             self.values.buffer = active.buffer
             if active.buffer is not None and active.is_monitored:
-                active.buffer.rng = self.planning.random_states()
+                active.buffer.rng = self.random_states()
 
     def rejoin(self, parts: int) -> None:
         """The last ``parts`` parts that were set aside belong to the same step as what came since."""
@@ -652,7 +516,7 @@ class StepLifecycle:
         for _ in range(parts):
             part, tags = self._aside.pop()
             active.rejoin(part)
-            self.values.late.tags.rejoin(tags)
+            self.values.tags = {**tags, **self.values.tags}
         self.values.buffer = active.buffer
 
     def close_part(self, *, is_overflowed: bool) -> None:
@@ -678,6 +542,132 @@ class StepLifecycle:
             self.plugins.call("on_step_open", active, is_idle=active.mode is IDLE)
 
     def _renumber(self, active: ActiveStep) -> None:
-        step = self.state.clock.step
+        step = self.state.step
         if step is not None and step != active.number:
-            active.renumber(step, self.planning.mode_of(step))
+            active.renumber(step, self.mode_of(step))
+
+    # --- what is measured in a step --------------------------------------------------------------------------------------------
+
+    def would_measure(self, step: int) -> bool:
+        return not self.fence.inert and self.planner.module is not None and self.cadence.wants(step)
+
+    def mode_of(self, step: int) -> Mode:
+        if self.fence.inert or self.planner.module is None:
+            if self.planner.has_lost_model:
+                self.fence.complaints.add("model", f"{MODEL_GONE}; nothing is measured any more")
+            return IDLE
+        if self.cadence.wants(step):
+            return Mode.MONITORED
+        return Mode.RECORDED if self.plugins.requires_gradients else IDLE
+
+    def prepare(self, active: ActiveStep) -> None:
+        planner, captures, is_monitored = self.planner, self.captures, active.mode is Mode.MONITORED
+        planner.refresh()
+        if self.loop is not None and self.loop.ownership.has_changed():
+            self.installed_for = None
+        index = planner.inventory
+        assert index is not None
+        if index.spread:  # before anything is added up over ranks
+            if self.exchange.ranks.count > 1:
+                self.factory.summary.choice.store_all_columns()  # on each rank, with or without a run directory
+            self.exchange.ranks_take_part(active.number)
+        active.plans = planner.plans(active.number, self.factory.summary, gradients_only=not is_monitored)
+        active.buffer = buffer = StepBuffer(active.number, self.fence.complaints)
+        if is_monitored:
+            buffer.rng = self.random_states()
+            active.due = planner.modules_due(active.number)
+        if index.homes:
+            captures.measurer.ranks.count_at(index.homes)
+        buffer.used.update(index.foreign)  # their ranks use them
+        by_batch = planner.measures_each_batch and is_monitored
+        captures.begin(active, index, by_batch, self.state.is_manual)
+        self.install(on_modules=is_monitored)
+
+    def random_states(self) -> dict[str, Tensor]:
+        return rng_states() if self.factory.is_stored else {}
+
+    def prepare_next(self, may_rest: bool) -> None:
+        """A step has closed: register the hooks that the next one needs before anything is seen of it. ``may_rest``: no value is on its
+        way, and no plugin watches.
+        """
+        state, modules, step = self.state, self.captures.modules, self.state.next_step
+        if state.is_manual:
+            return
+        if self.loop is not None and not (self.installed_for and self.installed_for[1]) and self.would_measure(step):
+            self.install()  # the first thing seen of the next step may be its backward pass
+        if modules is not None and modules.hooks.graphs.traced:  # or its forward, in a compiled graph
+            modules.set_recording(self.would_measure(step))
+        elif may_rest and state.is_plain and step - 1 == state.step and (steps := self.cadence.idle_ahead(step)) > 0:
+            self._rest(steps)
+
+    def _rest(self, steps: int) -> None:
+        """The next ``steps`` steps are idle: only count them, if no hook is registered but those that every step needs, and a step of the
+        optimizer is one call of its hooks.
+        """
+        modules = self.captures.modules
+        if (loop := self.loop) is None or not self.is_bare or (modules is not None and modules.hooks.on_root):
+            return
+        if loop.optimizer_hooks.are_plain and loop.scaler is None:
+            loop.stretch.begin(steps)
+
+    def replan(self, drop_hooks: bool = False) -> None:
+        """What is measured changed: register the hooks for it now, or leave that to the next step where there is time."""
+        self.wake()
+        if drop_hooks:
+            self.uninstall()
+            if self.captures.modules is not None and self.captures.modules.hooks.has_hooks:  # where they may not all go
+                self._install_on_modules()
+        elif self.loop is not None:
+            if self.active is not None and self.active.is_monitored:
+                self._install_on_modules()  # what is due in the open step stays, but the next one needs its hooks in time
+            elif not self.state.is_open and self.would_measure(self.state.next_step):
+                with outside_dispatch_modes():
+                    self.install()
+
+    # --- hooks -----------------------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """What is measured may have changed, or which steps are monitored: follow the loop again."""
+        if self.loop is not None:
+            self.loop.stretch.wake()
+
+    def install(self, on_modules: bool = True) -> None:
+        """Register the hooks that monitored steps need, where they are missing; ``on_modules`` too, or on parameters only."""
+        wanted, before = (self.planner.version, on_modules), self.installed_for
+        if before == wanted or self.planner.module is None or self.planner.inventory is None:
+            return
+        self.installed_for, self.is_bare = wanted, False
+        if on_modules:
+            self._install_on_modules()
+        else:
+            self._uninstall_from_modules()
+        if self.loop is not None and (before is None or before[0] != wanted[0]):
+            self.loop.install()
+
+    def _install_on_modules(self) -> None:
+        """By the plan as it is now."""
+        planner, module = self.planner, self.planner.module
+        if module is not None and planner.inventory is not None:
+            metrics, self.is_bare, is_linked = planner.module_metrics(), False, bool(linkable(module))
+            if metrics or is_linked or self.captures.modules is not None:
+                self.captures.needed_modules().install(module, planner.inventory, metrics, planner.version, is_linked)
+
+    def _uninstall_from_modules(self) -> None:
+        modules = self.captures.modules
+        if modules is not None and modules.has_removable_hooks:
+            modules.uninstall(self.planner.module_metrics())
+
+    def uninstall(self) -> None:
+        self.installed_for = None
+        self._uninstall_from_modules()
+        if self.loop is not None:
+            self.loop.backward_hooks.uninstall()
+        self.is_bare = self.captures.modules is None or not self.captures.modules.hooks.measures
+
+    def groups(self) -> list[tuple[str, frozenset[str]]]:
+        index = self.planner.inventory
+        if self.loop is None or index is None:
+            return []
+        groups = [group for optimizer in self.loop.ownership.alive() for group in index.source.groups_of(optimizer)]
+        members = index.groups or [frozenset(index.names[p] for p in index.positions(group)) for group in groups]
+        return [(f"group_{number}", names) for number, names in enumerate(members)]

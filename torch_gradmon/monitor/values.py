@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..capture.hooks import PassTracker, copied
+from ..capture.hooks import copied
 from ..core.errors import GradmonWarning
 from ..core.fence import Fence
 from ..core.keys import Key
@@ -22,103 +22,6 @@ from .records import RecordPipeline
 
 if TYPE_CHECKING:
     from ..plugins.clipping import DeviceValue
-    from ..plugins.flight_recorder import FlightRecorder
-
-# --- Values and facts that come when their step has ended: into its record, wherever that is by then ---
-
-
-class LateValues:
-    """The one place for what is added to the last step, which the pipeline has, or the recorder if it was not monitored."""
-
-    def __init__(self, state: StepState, pipeline: RecordPipeline, recorder: FlightRecorder | None) -> None:
-        self._state, self._pipeline, self._recorder = state, pipeline, recorder
-        self.tags = TagLog(state, self)
-
-    def add(self, late: StepBuffer) -> None:
-        ended = self._state.clock.ended
-        pending = self._pipeline.newest(ended)
-        recorded = None if self._recorder is None else self._recorder.late_buffer(ended)
-        if recorded is not None:
-            recorded.absorb(late)
-        elif pending is None:
-            self._pipeline.add(late)
-        else:
-            pending.add(late)
-
-    @property
-    def is_kept(self) -> bool:
-        ended = self._state.clock.ended
-        return self._pipeline.has(ended) or (self._recorder is not None and self._recorder.late_buffer(ended) is not None)
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether the run directory has the step that ended last already."""
-        return self._pipeline.directory.path is not None and self._pipeline.newest(self._state.clock.ended) is None
-
-    def tag(self, tags: Mapping[str, Any]) -> None:
-        ended = self._state.clock.ended
-        if self._recorder is not None and self._recorder.tag_late(ended, tags):
-            return
-        if (pending := self._pipeline.newest(ended)) is not None:
-            pending.tags.update(tags)
-        else:
-            self._pipeline.tag(tags)
-
-    @property
-    def absent(self) -> dict[tuple[str, str], str]:
-        pending = self._pipeline.newest(self._state.clock.ended)
-        return self._pipeline.absent if pending is None else pending.readback.buffer.absent
-
-    def is_judged(self, key: Key) -> bool:
-        """Whether a detector judges the value that is logged under ``key``."""
-        return self._pipeline.detectors.watches(key)
-
-
-class TagLog:
-    """Facts about steps, from the loop."""
-
-    def __init__(self, state: StepState, late: LateValues) -> None:
-        self._state, self._late = state, late
-        self.current: dict[str, Any] = {}  # of the open step, or of the one to come
-        self._undecided: dict[str, Any] = {}
-        self._ahead: set[str] = set()  # names that the loop gives before a step's forward
-
-    def add(self, tags: Mapping[str, Any]) -> None:
-        if self._state.clock.step is None:
-            self._ahead |= tags.keys()
-        late = {} if self._state.is_open else {name: value for name, value in tags.items() if name not in self._ahead}
-        self.current.update((name, value) for name, value in tags.items() if name not in late)
-        if self._state.patterns.is_undecided:
-            self._undecided.update(late)
-        elif late:
-            self._late.tag(late)
-
-    def take_late(self) -> dict[str, Any]:
-        """The facts of the open step, without those that the loop gives before a forward."""
-        late = {name: value for name, value in self.current.items() if name not in self._ahead}
-        self.current = {name: value for name, value in self.current.items() if name not in late}
-        return late
-
-    def rejoin(self, earlier: Mapping[str, Any]) -> None:
-        self.current = {**earlier, **self.current}
-
-    def begin(self, is_kept: bool) -> None:
-        """A step opens, and what is known of it so far ``is_kept``."""
-        self.current, self._undecided = {**self.current, **self._undecided} if is_kept else {}, {}
-
-    def clear(self) -> None:
-        self.current = {}
-
-    def take(self) -> dict[str, Any]:
-        tags, self.current = self.current, {}
-        return tags
-
-    def release(self) -> None:
-        """The undecided call was no training: facts since belong to the last step."""
-        tags, self._undecided = self._undecided, {}
-        if tags:
-            self._late.tag(tags)
-
 
 #: Without these a tensor on the CPU is read by ``item()`` as the loop itself would read it.
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
@@ -127,13 +30,14 @@ _REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
 class ValueLog:
-    """Routes logged values to steps."""
+    """Routes what the loop tells to steps: values that it logs, and facts (tags) about steps."""
 
-    def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, passes: PassTracker) -> None:
-        self._state, self._fence, self.late = state, fence, late
-        self._exchange, self._passes = exchange, passes
+    def __init__(self, state: StepState, fence: Fence, pipeline: RecordPipeline, exchange: ExchangePolicy) -> None:
+        self._state, self._fence, self._pipeline = state, fence, pipeline
+        self._exchange = exchange
         self.buffer: StepBuffer | None = None  # of the open step, or of a part of it; None where it takes no values
-        self.is_recording = self._is_detached = False  # the first: all that is due is measured in the open step
+        self.is_recording = False  # all that is due is measured in the open step
+        self.is_detached = False  # the monitor left the run, and drops what is logged
         self._early: StepBuffer | None = None  # logged for the step to come
         self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
         self._first_keys: frozenset[Key] = frozenset()
@@ -141,6 +45,10 @@ class ValueLog:
         self._waiting: list[tuple[Key, float]] = []
         self.logged: set[Key] = set()
         self.of_trainer: set[Key] = set()  # those that only a trainer has logged
+        self.tags: dict[str, Any] = {}  # of the open step, or of the one to come
+        self._undecided_tags: dict[str, Any] = {}
+        self._ahead: set[str] = set()  # names of facts that the loop gives before a step's forward
+        self._unseen_overflows: Tensor | None = None  # of steps that are not monitored
 
     def step_opened(self, buffer: StepBuffer | None, is_monitored: bool, hides_forward: bool, is_tentative: bool) -> None:
         """A step opened with ``buffer``; ``hides_forward``: no hook saw the forward, whose values belong to it."""
@@ -151,14 +59,10 @@ class ValueLog:
         if self._early is not None and not is_tentative:
             self.take_early()
 
-    def follow(self, is_followed: bool) -> None:
-        """The monitor follows the run, or left it, and then drops what is logged."""
-        self._is_detached = not is_followed
-
     def take_early(self) -> None:
         """The open step is a training step: what was logged for it belongs to it."""
         early, self._early = self._early, None
-        if early is not None and self._state.clock.ended is None:
+        if early is not None and self._state.ended is None:
             self._first_keys = early.logged
         if early is not None and self.buffer is not None:
             self.buffer.absorb(early)
@@ -167,8 +71,10 @@ class ValueLog:
         """No backward pass has followed the undecided call: what was logged since belongs to the last step."""
         early, self._early = self._early, None
         if early is not None:
-            self.late.add(early)
-        self.late.tags.release()
+            self._pipeline.add(early)
+        tags, self._undecided_tags = self._undecided_tags, {}
+        if tags:
+            self._pipeline.tag(tags)
 
     # --- by the loop -----------------------------------------------------------------------------------------------------------
 
@@ -179,7 +85,7 @@ class ValueLog:
         the loop what ``float(loss)`` does.
         """
         began, key = perf_counter(), self._plain.get(name)
-        if key is None or self._is_detached or self._exchange.shares_values:
+        if key is None or self.is_detached or self._exchange.shares_values:
             return False
         if type(value) is Tensor:
             if _function_modes() or _dispatch_modes() or _interpreter() is not None:  # they see each question to a tensor
@@ -190,8 +96,10 @@ class ValueLog:
         elif type(value) is not float and type(value) is not int:
             return False
         step = self._step_of(key)
-        if step and (step != "last" or self.late.is_kept):
-            if step == "last" and self.late.is_stored:  # a file has it already, whose readers need not be in this process
+        if step and (step != "last" or self._pipeline.has_last):
+            if (
+                step == "last" and self._pipeline.has_stored_last
+            ):  # a file has it already, whose readers need not be in this process
                 return False
             self._waiting.append((key, float(value)))
             self._fence.defer(self._log_waiting)
@@ -208,13 +116,7 @@ class ValueLog:
             except ValueError as error:
                 self._lose(key, error)
         if are_late:
-            self.late.add(late)
-
-    def is_listening(self, may_be_forward: Callable[[], bool]) -> bool:
-        """Whether a value from inside of a forward counts. ``may_be_forward``: this may be the forward of the next step."""
-        if self._passes.paused or not self._passes.in_training:
-            return False
-        return self.buffer is not None and self.is_recording if self._state.is_open else may_be_forward()
+            self._pipeline.add(late)
 
     def log(
         self,
@@ -230,34 +132,27 @@ class ValueLog:
         """
         if self._fence.inert:
             return
-        began = perf_counter()
+        began, text = perf_counter(), "/".join(filter(None, key))
         try:
-            self._log_now(key, value, aggregation, reducer, is_measured, stands_in)
-        finally:
-            self._fence.add_since(began)
-
-    def _log_now(self, key: Key, value: Any, aggregation: Aggregation, reducer: str, is_measured: bool, stands_in: bool) -> None:
-        text = "/".join(filter(None, key))
-        if self._is_detached:
+            if self.is_detached:
+                if not stands_in:
+                    self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
+                return
+            if reducer:
+                self._exchange.reduces = True
             if not stands_in:
-                self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
-            return
-        if reducer:
-            self._exchange.reduces = True
-        if not stands_in:
-            self.of_trainer.discard(key)
-        elif key not in self.logged:
-            self.of_trainer.add(key)
-        self.logged.add(key)
-        self._warn_late(key, text, reducer)
-        try:
+                self.of_trainer.discard(key)
+            elif key not in self.logged:
+                self.of_trainer.add(key)
+            self.logged.add(key)
+            self._warn_late(key, text, reducer)
             with outside_dispatch_modes():
                 if self._waiting:
                     self._log_waiting()
                 late = StepBuffer(-1, self._fence.complaints)
                 buffer = self._log(key, value, aggregation, is_measured, stands_in, late)
                 if buffer is late:
-                    self.late.add(late)
+                    self._pipeline.add(late)
                 elif reducer and buffer is not None:
                     buffer.share(key, reducer)
             if not key.source and not key.metric and not reducer and aggregation == "mean" and not stands_in:
@@ -266,16 +161,18 @@ class ValueLog:
             raise
         except Exception as error:  # the value, or the code that gets it, is at fault
             self._lose(key, error)
+        finally:
+            self._fence.add_since(began)
 
     def _lose(self, key: Key, error: Exception) -> None:
         text = "/".join(filter(None, key))
-        absent = self.late.absent if self.buffer is None else self.buffer.absent
+        absent = self._pipeline.absent_of_last if self.buffer is None else self.buffer.absent
         absent[key.source, key.name] = str(error)
         self._fence.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
 
     def _warn_late(self, key: Key, text: str, reducer: str) -> None:
         is_late = self._exchange.shares_values and self._step_of(key) == "last"
-        if is_late and (reducer or self.late.is_judged(key)):
+        if is_late and (reducer or self._pipeline.detectors.watches(key)):
             self._fence.complaints.add(
                 f"late:{text}",
                 f"{text} was logged after optimizer.step(), after the ranks had exchanged their values: it stays on this rank, or is "
@@ -298,21 +195,16 @@ class ValueLog:
         """To which step a value belongs that is logged now: the ``open`` one, the ``last`` or the ``next`` one, or one whose forward is
         running and ``hidden`` from hooks; empty if that is not monitored.
         """
-        if self.buffer is not None and (is_measured or not self._state.progress.is_tentative):
-            return "open"
-        if is_measured and not self._state.is_open:
-            return "hidden"
-        return "next" if self._is_ahead(key) else "" if self._state.is_open else "last"
-
-    def _is_ahead(self, key: Key) -> bool:
-        """Whether a value that is logged now belongs to the step to come, as far as is known."""
         state = self._state
+        if self.buffer is not None and (is_measured or not state.progress.is_tentative):
+            return "open"
+        if is_measured and not state.is_open:
+            return "hidden"
         if state.is_open:
-            return state.progress.is_tentative
-        if state.clock.step is None or state.patterns.is_undecided:
-            return True
+            return "next" if state.progress.is_tentative else ""
         # what came before the first backward pass shows on which side of a hidden forward the loop logs
-        return state.patterns.hides_forward and (key in self._first_keys or self._early is not None)
+        is_ahead = state.patterns.hides_forward and (key in self._first_keys or self._early is not None)
+        return "next" if is_ahead or state.step is None or state.patterns.is_undecided else "last"
 
     def put(self, values: Mapping[Key, DeviceValue]) -> None:
         """Merge device values into the open step; conditional values are replaced, others are summed."""
@@ -324,27 +216,44 @@ class ValueLog:
             else:
                 self.buffer.put_where(key, one.value, one.there)
 
+    # --- facts -----------------------------------------------------------------------------------------------------------------
+
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Add facts about the step that a scalar logged now would belong to; between two steps about the coming one, if that is how
         they were given at first.
         """
-        if not self._is_detached:
-            self.late.tags.add({name: copied(value) for name, value in tags.items()})  # loops fill the same list or tensor again
+        if self.is_detached:
+            return
+        if self._state.step is None:
+            self._ahead |= tags.keys()
+        given = {name: copied(value) for name, value in tags.items()}  # loops fill the same list or tensor again
+        late = {} if self._state.is_open else {name: value for name, value in given.items() if name not in self._ahead}
+        self.tags.update((name, value) for name, value in given.items() if name not in late)
+        if self._state.patterns.is_undecided:
+            self._undecided_tags.update(late)
+        elif late:
+            self._pipeline.tag(late)
 
+    def begin_tags(self, is_kept: bool) -> None:
+        """A step opens, and what is known of it so far ``is_kept``."""
+        self.tags, self._undecided_tags = {**self.tags, **self._undecided_tags} if is_kept else {}, {}
 
-class OverflowLog:
-    """Steps that a fused optimizer did not apply: facts that stay on the device."""
+    def take_tags(self) -> dict[str, Any]:
+        tags, self.tags = self.tags, {}
+        return tags
 
-    def __init__(self, values: ValueLog) -> None:
-        self._values = values
-        self._unseen: Tensor | None = None  # of steps that are not monitored
+    def take_late_tags(self) -> dict[str, Any]:
+        """The facts of the open step, without those that the loop gives before a forward."""
+        late = {name: value for name, value in self.tags.items() if name not in self._ahead}
+        self.tags = {name: value for name, value in self.tags.items() if name not in late}
+        return late
 
-    def note(self, found_inf: torch.Tensor) -> None:
-        """The optimizer did not apply the open step where ``found_inf`` is not zero."""
-        overflowed, buffer = (found_inf > 0).to(accumulator_dtype(found_inf.device)), self._values.buffer
+    def note_overflow(self, found_inf: Tensor) -> None:
+        """A fused optimizer did not apply the open step where ``found_inf`` is not zero, which stays on the device."""
+        overflowed, buffer, unseen = (found_inf > 0).to(accumulator_dtype(found_inf.device)), self.buffer, self._unseen_overflows
         if buffer is not None:
             buffer.noted["found_inf"] = overflowed + buffer.noted.get("found_inf", 0.0)
-        if buffer is None or not self._values.is_recording:
-            self._unseen = overflowed if self._unseen is None else self._unseen + overflowed
-        elif self._unseen is not None:
-            buffer.noted["unseen_refusals"], self._unseen = self._unseen, None
+        if buffer is None or not self.is_recording:
+            self._unseen_overflows = overflowed if unseen is None else unseen + overflowed
+        elif unseen is not None:
+            buffer.noted["unseen_refusals"], self._unseen_overflows = unseen, None

@@ -71,7 +71,7 @@ def attach(
 
 def _replace(other: ModuleMonitor, kind: str) -> None:
     step = other.current_step
-    is_open = step is not None and step != other._runtime.state.clock.ended
+    is_open = step is not None and step != other._runtime.state.ended
     when = "before its first step" if step is None else f"{'in' if is_open else 'after'} step {step}"
     remedy = "" if step is None else f"; start_step={step + (not is_open)} continues its numbers"
     message = f"this {kind} was watched already: the earlier monitor is detached {when}, and the new one replaces it{remedy}"

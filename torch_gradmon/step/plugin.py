@@ -42,24 +42,25 @@ class PluginContext:
     @property
     def module(self) -> nn.Module | None:
         """The watched model, while it lives."""
-        found: nn.Module | None = self._lifecycle.planning.planner.module
+        found: nn.Module | None = self._lifecycle.planner.module
         return found
 
     @property
     def matrices(self) -> Set[str]:
         """Names of the watched parameters of two or more dimensions, as in keys."""
-        inventory = self._lifecycle.planning.planner.inventory
+        inventory = self._lifecycle.planner.inventory
         return frozenset() if inventory is None else inventory.matrices.keys()
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
         """The attached optimizers, in the order in which they step; empty without :meth:`ModuleMonitor.attach`."""
-        return getattr(self._lifecycle.planning.loop, "optimizers", [])
+        loop = self._lifecycle.loop
+        return [] if loop is None else loop.ownership.alive()
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """The GradScaler that is known by now."""
-        return getattr(self._lifecycle.planning.loop, "scaler", None)
+        return getattr(self._lifecycle.loop, "scaler", None)
 
     @property
     def ranks_synchronised(self) -> bool:
@@ -69,13 +70,13 @@ class PluginContext:
     @property
     def last_step(self) -> int | None:
         """The last step that closed."""
-        found: int | None = self._lifecycle.state.clock.ended
+        found: int | None = self._lifecycle.state.ended
         return found
 
     @property
     def step(self) -> int | None:
         """The open step, or the last one."""
-        found: int | None = self._lifecycle.state.clock.step
+        found: int | None = self._lifecycle.state.step
         return found
 
     @property
@@ -112,7 +113,7 @@ class PluginContext:
         Raises:
             ValueError: there is no such metric.
         """
-        made: Metric = self._lifecycle.planning.planner.registry.make(source, name, every=every, shown=False)
+        made: Metric = self._lifecycle.planner.registry.make(source, name, every=every, shown=False)
         return made
 
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
@@ -120,17 +121,17 @@ class PluginContext:
 
         With ``replaces_hidden`` they replace those of the script that are not shown.
         """
-        self._lifecycle.planning.planner.registry.set_overlay(name, metrics, replaces_hidden)
-        self._lifecycle.planning.planner.changed()
+        self._lifecycle.planner.registry.set_overlay(name, metrics, replaces_hidden)
+        self._lifecycle.planner.changed()
 
     def request_replan(self, drop_hooks: bool = False) -> None:
         """What is measured has changed: register the hooks for it, and with ``drop_hooks`` take those away that are not needed now."""
-        self._lifecycle.planning.replan(self._lifecycle.active, drop_hooks)
+        self._lifecycle.replan(drop_hooks)
 
     def ask_cadence_again(self, script_too: bool = False) -> None:
         """Call :meth:`Plugin.wants` again for the next step, and with ``script_too`` the script's function too."""
-        self._lifecycle.planning.wake()
-        self._lifecycle.planning.cadence.ask_again(script_too)
+        self._lifecycle.wake()
+        self._lifecycle.cadence.ask_again(script_too)
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for the device."""
