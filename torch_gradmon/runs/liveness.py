@@ -91,8 +91,7 @@ def run_status(path: str | os.PathLike[str]) -> RunStatus:
 def status_in(index: RunIndex, path: str | os.PathLike[str]) -> RunStatus:
     """The liveness of a run in ``path`` that is open."""
     meta = index.meta
-    steps = index.steps[: -_RECENT - 1 : -1]
-    recent = list(zip(steps, index.times(steps), strict=True))
+    recent = list(zip(index.steps[-_RECENT:], index.times(_RECENT), strict=True))[::-1]
     if not recent:
         return RunStatus(meta, is_gone=is_gone(meta.get("process", {})))
     status = RunStatus(meta, recent[0][0], max(0.0, time.time() - recent[0][1]), _usual(meta, recent[:_LOOKED_AT]))

@@ -31,7 +31,7 @@ from ..core.records import (
     trained_parts,
 )
 from ..step.plan import evaluate_view, value_in
-from .index import NO_LAYOUT, RNG, RunIndex, StoredStep, open_run
+from .index import NO_LAYOUT, RNG, RunIndex, open_run
 from .liveness import RunStatus, status_in
 from .packing import TableLayout
 
@@ -146,16 +146,15 @@ class RunReader:
 
     @property
     def events(self) -> list[SpikeEvent]:
-        return [event for step in self._index.with_events() for event in self._index.read(step).spikes()]
+        return [event for step in self._index.with_events() for event in self._index.read(step).events]
 
     def context(self, step: int) -> Mapping[str, Any]:
         """Learning rates, loss scale and tags of a step, and whether it was applied."""
-        return self._read(step).facts()
+        return _facts(self._read(step))
 
     def metrics(self, step: int) -> dict[str, float]:
         """All scalars of a step: whole-model values, custom metrics, logged values."""
-        keys = list(self._index.keys)
-        return {format_key(keys[number]): value for number, value in self._read(step).values.items()}
+        return {format_key(key): value for key, value in self._read(step).values.items()}
 
     def value(self, signal: str, step: int) -> float | None:
         """The value of a key in a step, or of a whole-model value by its name; None if there is none."""
@@ -170,12 +169,9 @@ class RunReader:
 
     def records(self, since: int | None = None, wanted: Callable[[Key], bool] | None = None) -> Iterator[StepRecord]:
         """The steps from ``since`` on, ascending, with values of the keys that are ``wanted``, and no statistics: see :meth:`stacks`."""
-        keys = list(self._index.keys)
-        chosen = {number: key for number, key in enumerate(keys) if wanted is None or wanted(key)}
+        chosen = None if wanted is None else set(filter(wanted, self._index.keys))
         for step in self._since(since, self._index.steps):
-            found = self._index.read(step)
-            values = {chosen[number]: value for number, value in found.values.items() if number in chosen}
-            yield StepRecord(step, found.time, found.applied, values, {}, found.parsed_context(), found.spikes())
+            yield self._index.read(step, chosen)
 
     @staticmethod
     def _since(since: int | None, steps: list[int]) -> list[int]:
@@ -210,7 +206,7 @@ class RunReader:
         if step not in self._index:
             raise KeyError(f"step {step} is not in the run; its {len(self._index.steps)} monitored steps are {self._span()}")
 
-    def _read(self, step: int) -> StoredStep:
+    def _read(self, step: int) -> StepRecord:
         self.check_step(step)
         return self._index.read(step)
 
@@ -381,23 +377,21 @@ class Window:
 
     def __init__(self, index: RunIndex, steps: Sequence[int]) -> None:
         self.steps = tuple(steps)
-        self._keys = list(index.keys)
+        self._keys = tuple(index.keys)
         self._row = {step: row for row, step in enumerate(self.steps)}
         self.facts: dict[int, dict[str, Any]] = {}  # by step what RunReader.context returns
         self.spikes: dict[int, tuple[SpikeEvent, ...]] = {}
-        self._numbers: dict[int, dict[int, float]] = {}  # by step and number of the key
+        self._values: dict[int, Mapping[Key, float]] = {}
         self._packed: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
         for step in self.steps:
             found = index.read(step)
-            self.facts[step] = found.facts()
-            self.spikes[step] = found.spikes()
-            self._numbers[step] = found.values
+            self.facts[step], self.spikes[step], self._values[step] = _facts(found), found.events, found.values
             for source, packed in index.rows(step).items():
                 if source in LAYER_SOURCES:
                     self._packed.setdefault(source, {})[step] = packed
 
-    def scalars(self, step: int) -> dict[Key, float]:
-        return {self._keys[number]: value for number, value in self._numbers.get(step, {}).items()}
+    def scalars(self, step: int) -> Mapping[Key, float]:
+        return self._values.get(step, {})
 
     def table(self, source: str, step: int) -> StatsTable | None:
         found = self._packed.get(source, {}).get(step)
@@ -418,13 +412,13 @@ class Window:
         return self.sheet(_OTHERS)
 
     @cached_property
-    def _grouped(self) -> dict[str, list[tuple[int, int, float]]]:
-        """The stored values of each source of layers, and all others: row of the step, number of the key, and value."""
-        group = [key.source if is_of_layer(key) else _OTHERS for key in self._keys]
-        grouped: dict[str, list[tuple[int, int, float]]] = {}
+    def _grouped(self) -> dict[str, list[tuple[int, Key, float]]]:
+        """The stored values of each source of layers, and all others: row of the step, key, and value."""
+        group = {key: key.source if is_of_layer(key) else _OTHERS for key in self._keys}
+        grouped: dict[str, list[tuple[int, Key, float]]] = {}
         for row, step in enumerate(self.steps):
-            for number, value in self._numbers[step].items():
-                grouped.setdefault(group[number], []).append((row, number, value))
+            for key, value in self._values[step].items():
+                grouped.setdefault(group[key], []).append((row, key, value))
         return grouped
 
     def sheet(self, source: str) -> ValueMatrix:
@@ -439,7 +433,8 @@ class Window:
         measured = frozenset(column for layout in groups for column in layout.columns) | ALWAYS
         metrics = (*(metric for metric, view in VIEWS.items() if view.columns <= measured), COUNT) if groups else ()
         statistics, cells = _keys(source, tuple(names), metrics), self._grouped.get(source, [])
-        stored = [self._keys[number] for number in sorted({number for _, number, _ in cells})]
+        of_cells = {key for _, key, _ in cells}
+        stored = [key for key in self._keys if key in of_cells]
         place = {key: column for column, key in enumerate(dict.fromkeys((*statistics, *stored)))}
         values, there = empty_matrix(len(self.steps), len(place))
         for layout, of_steps in groups.items():
@@ -457,15 +452,19 @@ class Window:
                     known[at, number, columns] = defined.reshape(len(of_steps), -1)
             found[at, -1, columns] = rows[:, Column.COUNT].reshape(len(of_steps), -1)
             known[at, -1, columns] = True
-        of_cells = [row for row, _, _ in cells], [place[self._keys[number]] for _, number, _ in cells]
-        values[of_cells] = torch.tensor([value for _, _, value in cells], dtype=torch.float64, device="cpu")
-        there[of_cells] = True
+        at_cells = [row for row, _, _ in cells], [place[key] for _, key, _ in cells]
+        values[at_cells] = torch.tensor([value for _, _, value in cells], dtype=torch.float64, device="cpu")
+        there[at_cells] = True
         return ValueMatrix(tuple(place), values, there)
 
 
 @lru_cache(maxsize=256)
 def _keys(source: str, names: tuple[str, ...], metrics: tuple[str, ...]) -> tuple[Key, ...]:
     return tuple(Key(source, name, metric) for metric in metrics for name in names)
+
+
+def _facts(record: StepRecord) -> dict[str, Any]:
+    return {"time": record.time, "applied": record.applied, **record.context}
 
 
 def is_of_layer(key: Key) -> bool:
