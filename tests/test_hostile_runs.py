@@ -230,7 +230,7 @@ def test_a_column_belongs_to_one_index_and_its_records(what: str, tmp_path: Path
         before = file.append(_index(before, places, step, columns))
     file.close()
     with closing(RunIndex(_settled(tmp_path))) as index:
-        assert index.values(Key("", "loss", "")) == dict.fromkeys(index.steps, 1.0)  # as the steps themselves say
+        assert index.stored(Key("", "loss", "")) == dict.fromkeys(index.steps, 1.0)  # as the steps themselves say
 
 
 @pytest.mark.parametrize("what", ["index", "column", "count of the index", "rows"])
@@ -257,7 +257,7 @@ def test_what_is_compressed_takes_no_more_than_its_place(what: str, tmp_path: Pa
     tracemalloc.start()
     try:
         with closing(RunIndex(tmp_path)) as run:
-            assert run.values(Key("", "loss", "")) == {0: 1.0}
+            assert run.stored(Key("", "loss", "")) == {0: 1.0}
             assert run.rows(0) == {}
         assert tracemalloc.get_traced_memory()[1] < 60 << 20  # the bytes of the bomb, some times over
     finally:

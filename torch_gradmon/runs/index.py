@@ -6,8 +6,9 @@ import contextlib
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +17,7 @@ import numpy as np
 from ..core.keys import Key
 from ..core.records import SpikeEvent, StepRecord
 from . import format as f
-from .log import SETTLED, Damage, LogReader, Record
+from .log import SETTLED, LogReader, Record
 from .packing import TableLayout, layout_of
 
 _NEVER = float("inf")
@@ -32,8 +33,6 @@ _UNKNOWN = Key("\0", "", "")  # which is in no file, whose texts are printable
 _LAST = 1 << 53
 #: Of each frame its entry, with its set of keys by the number in the run, and its pair. That of a rewind has the flag of JSON.
 _FRAME = np.dtype([*((name, f.ENTRY[name]) for name in f.ENTRY.names or ()), ("pair", "<u4")])
-#: What the state of a random generator is named by among rows.
-RNG = "rng:"
 _Found = TypeVar("_Found")
 _EVENT = frozenset(field.name for field in fields(SpikeEvent))
 _REQUIRED = frozenset(field.name for field in fields(SpikeEvent) if field.default is MISSING)
@@ -138,8 +137,8 @@ class RunIndex:
         self._pairs: list[Pair] = []
         self.meta: dict[str, Any] = {}  # facts about the run
         self.steps: list[int] = []  # ascending
-        self.begins: list[int] = []  # the first steps of parts that follow a resumption or a rollback
-        self.keys: dict[Key, Key] = {}  # of all values
+        self.segments: list[tuple[int, int]] = []  # the first and last step of each part that was written without a break
+        self._keys: dict[Key, Key] = {}  # of all values
         self.unreadable: list[tuple[str, int]] = []  # records that are of no known form: file and place
         self._sets: list[tuple[Key, ...]] = [()]  # of keys
         self._table = np.empty(0, _FRAME)  # of all records of steps, and of rewinds, as they were read
@@ -154,7 +153,7 @@ class RunIndex:
             if self.unreadable:
                 raise ValueError(self._why)
             raise FileNotFoundError(f"there is no run in {str(self._directory)!r}")
-        self.look()
+        self.refresh()
         if not self.steps and not any(pair.has_head for pair in self._pairs):
             for pair in self._pairs:
                 if pair.values.offset or pair.values.begins_otherwise():
@@ -177,7 +176,7 @@ class RunIndex:
 
     # --- what is new ----------------------------------------------------------------------------------------------------------------
 
-    def look(self) -> int | None:
+    def refresh(self) -> int | None:
         """Read what was written since the last look; returns the first step that may be new or changed, None if nothing was written."""
         for pair in self._pairs:
             self._take_from(pair)
@@ -281,12 +280,12 @@ class RunIndex:
             pair.has_head = True
         if what == "keys":
             first, keys = _natural(record.get("first")), record.get("keys")
-            if not isinstance(keys, list) or len(self.keys) + len(keys) > _MOST_KEYS:
+            if not isinstance(keys, list) or len(self._keys) + len(keys) > _MOST_KEYS:
                 raise f.Unreadable
             for number, each in enumerate(keys, first):
                 if _is_key(each):
                     key = Key(*each)
-                    pair.ids[number] = self.keys.setdefault(key, key)
+                    pair.ids[number] = self._keys.setdefault(key, key)
             if not all(map(_is_key, keys)):
                 raise f.Unreadable
             return None
@@ -318,7 +317,7 @@ class RunIndex:
         is_cut = step >= np.append(first_of_later[1:], _LAST)
         is_there = ~is_cut & ~is_rewind
         lost, goes_on = np.cumsum(is_cut & ~is_late & ~is_rewind), is_next & ~is_cut
-        self.begins = step[goes_on][np.diff(lost[goes_on], prepend=0) > 0].tolist()
+        begins = step[goes_on][np.diff(lost[goes_on], prepend=0) > 0]  # of what follows a resumption or a rollback
         by_step = np.argsort(step, kind="stable")
         step, pair, is_there = step[by_step], pair[by_step], is_there[by_step]
         # the last frame up to each that amends none, and the last one of its step
@@ -328,12 +327,17 @@ class RunIndex:
         self._frames, self._of_step = order[by_step][is_there], step[is_there]
         steps, self._first = np.unique(self._of_step, return_index=True)
         self.steps = steps.tolist()
+        bounds = pairwise([0, *np.searchsorted(steps, begins).tolist(), len(steps)])
+        self.segments = [(self.steps[begin], self.steps[end - 1]) for begin, end in bounds if end > begin]
 
     # --- what is there --------------------------------------------------------------------------------------------------------------
 
     @property
-    def damage(self) -> list[tuple[str, Damage]]:
-        return [(pair.values.name, each) for pair in self._pairs for each in pair.values.damage]
+    def damage(self) -> list[str]:
+        """What could not be read because a file is damaged, each on one line; empty if nothing is."""
+        files = [pair.values for pair in self._pairs]
+        damaged = [f"{file.name}: bytes {each.begin} to {each.end} are damaged" for file in files for each in file.damage]
+        return damaged + [f"{name}: the record at byte {place} cannot be read" for name, place in dict.fromkeys(self.unreadable)]
 
     def __contains__(self, step: int) -> bool:
         at = bisect_left(self.steps, step)
@@ -363,7 +367,7 @@ class RunIndex:
         """The keys that any step, or any of some, has a stored value of, in the order of their first one."""
         used = np.unique(self._table["keys"][self._among(among)]).tolist()
         there = {key for each in used for key in self._sets[each]}
-        return [key for key in self.keys if key in there]
+        return [key for key in self._keys if key in there]
 
     def layouts(self, among: Iterable[int] | None = None) -> list[TableLayout]:
         """The layouts of the steps, or of some, in the order of their first use."""
@@ -431,36 +435,37 @@ class RunIndex:
         context = f.context_of(_parsed(told.context, dict))
         return StepRecord(step, told.time, bool(told.flags & f.APPLIED), values, {}, context, _spikes(told.events))
 
-    def rows(self, step: int, wanted: str | None = None) -> dict[str, tuple[TableLayout, bytes]]:
-        """The packed rows of a step by source, and by ``"rng:<device>"`` states of random generators; of one source alone if it is given.
-
-        Rows that another source stores come with its layout.
-        """
-        parts: dict[str, tuple[TableLayout, int, bytes]] = {}
-        found: dict[str, tuple[TableLayout, bytes]] = {}
+    def _parts(self, step: int) -> Iterator[tuple[TableLayout | str, int, bytes]]:
+        """What is stored of a step beside its values: the layout or device, the columns that are left out, and the data of each part."""
         for frame in self._frames_of(step):
             pair = self._pairs[frame.pair]
             try:
-                tables = f.tables_of(pair.rows.at(frame.rows, frame.end) or b"", step) if frame.end else []
-                for place, absent, data in tables:
+                for place, absent, data in f.tables_of(pair.rows.at(frame.rows, frame.end) or b"", step) if frame.end else ():
                     layout = pair.layout(place)
-                    if isinstance(layout, str):
-                        found[f"{RNG}{layout}"] = NO_LAYOUT, data
-                    elif layout.has_size(absent, data):
-                        parts[layout.source] = layout, absent, data
-                    else:
+                    if isinstance(layout, TableLayout) and not layout.has_size(absent, data):
                         raise f.Unreadable
+                    yield layout, absent, data
             except (f.Unreadable, OSError):
                 self.unreadable.append((f.name_of(pair.number, f.ROWS), frame.rows))
+
+    def rows(self, step: int, wanted: str | None = None) -> dict[str, tuple[TableLayout, bytes]]:
+        """The packed rows of a step by source, or of one source; those that another source stores come with its layout."""
+        found: dict[str, tuple[TableLayout, bytes]] = {}
+        parts = {each.source: (each, absent, data) for each, absent, data in self._parts(step) if isinstance(each, TableLayout)}
         for source in parts if wanted is None else parts.keys() & {wanted}:
-            names, same_as = parts[source][0].names, parts[source][0].same_as
-            if (same_as or source) in parts and not parts[same_as or source][0].same_as:
-                layout, absent, data = parts[same_as or source]
-                found[source] = layout.part(layout.dense(absent, data), names)
+            own = parts[source][0]
+            layout, absent, data = parts.get(own.same_as or source, (own, 0, b""))
+            if not layout.same_as:
+                found[source] = layout.part(layout.dense(absent, data), own.names)
         return found
 
-    def values(self, key: Key) -> dict[int, float]:
-        if key not in self.keys:
+    def random_states(self, step: int) -> dict[str, bytes]:
+        """By device."""
+        return {device: data for device, _, data in self._parts(step) if isinstance(device, str)}
+
+    def stored(self, key: Key) -> dict[int, float]:
+        """Value by step of one of :attr:`scalars`, in a few milliseconds; empty if there is none."""
+        if key not in self._keys:
             return {}
         places = np.array([members.index(key) if key in members else -1 for members in self._sets], np.int64)
         has = (places >= 0)[self._table["keys"]]
@@ -518,14 +523,15 @@ def _spikes(text: bytes) -> tuple[SpikeEvent, ...]:
     return tuple(SpikeEvent(**event) for event in known if event.keys() >= _REQUIRED)
 
 
-def open_run(path: str | os.PathLike[str]) -> RunIndex:
-    """The steps of the run in ``path``, a run directory or one of its files. Nothing is ever written there.
+@contextlib.contextmanager
+def opening(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """The directory of the run in ``path``, a run directory or one of its files; errors that opening it there raises say what is wrong.
 
-    Raises FileNotFoundError if there is no run in it, ValueError if it cannot be read.
+    These are FileNotFoundError if there is no run in it, and ValueError if it cannot be read.
     """
     directory = f.directory_of(path)
     try:
-        return RunIndex(directory)
+        yield directory
     except (FileNotFoundError, NotADirectoryError):
         if directory.is_file():
             raise ValueError(f"{str(path)!r} is not a run of torch_gradmon") from None
@@ -548,7 +554,3 @@ def _natural(number: object) -> int:
 
 def _is_key(found: Any) -> bool:
     return type(found) is list and len(found) == 3 and all(type(part) is str and len(part) <= f.LONGEST_NAME for part in found)
-
-
-#: Where there is none.
-NO_LAYOUT = TableLayout("", (), frozenset(), (), "")

@@ -240,7 +240,7 @@ class RunWriter:
         """Become the writer of this run, with these facts; an earlier writer stops within a second. Raises OSError."""
         self._meta, self._is_done = dict(facts), False
         if self._before is not None:  # the last look at what earlier writers wrote
-            self._before.look()
+            self._before.refresh()
             self._last = self._before.steps[-1] if self._before.steps else None
             self._before.close()
             self._before = None
