@@ -51,15 +51,18 @@ class Field:
 class TensorFrame:
     """One row per tensor and step: step, source, name, the built-in metrics, the number of elements, and other metrics.
 
-    Args:
-        sources: None for all.
+    ``sources`` is None for all. Raises ValueError for one that the run does not have.
     """
 
     def __init__(self, run: RunReader, steps: Sequence[int], sources: Sequence[str] | None) -> None:
         self._run, self._steps = run, steps
-        custom = [key for key in run.scalars if is_of_layer(key) and (sources is None or key.source in sources)]
-        known = [*run.sources, *(key.source for key in custom)]
-        self._sources = tuple(source for source in LAYER_SOURCES if source in known and (sources is None or source in sources))
+        custom = [key for key in run.scalars if is_of_layer(key)]
+        there = {*run.sources, *(key.source for key in custom)}
+        for source in sources or ():
+            if source not in there:
+                raise ValueError(f"the run has nothing of the source {source!r}{nearest(str(source), there)}")
+        self._sources = tuple(source for source in LAYER_SOURCES if source in (there if sources is None else sources))
+        custom = [key for key in custom if key.source in self._sources]
         self._names = {
             source: run.in_model_order(source, [run.tensors(source), [key.name for key in custom if key.source == source]])
             for source in self._sources
@@ -197,12 +200,7 @@ def frame_of(run: RunReader, table: str, sources: str | Sequence[str] | None, fi
     steps = chosen_steps(run, first, last)
     if table == "steps":
         return StepFrame(run, steps)
-    wanted = [sources] if isinstance(sources, str) else sources
-    there = {*run.sources, *(key.source for key in run.scalars if is_of_layer(key))}
-    for source in wanted or ():
-        if source not in there:
-            raise ValueError(f"the run has nothing of the source {source!r}{nearest(str(source), there)}")
-    return TensorFrame(run, steps, wanted)
+    return TensorFrame(run, steps, [sources] if isinstance(sources, str) else sources)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------------------

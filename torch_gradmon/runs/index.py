@@ -143,7 +143,7 @@ class RunIndex:
         self._sets: list[tuple[Key, ...]] = [()]  # of keys
         self._table = np.empty(0, _FRAME)  # of all records of steps, and of rewinds, as they were read
         self._new: list[np.ndarray] = []  # what was read since, which stays here if the look ends by an error
-        self._size, self._has_news = 0, False  # with these; whether there are new facts
+        self._has_news = False  # whether there are new facts
         self._frames = self._of_step = np.empty(0, np.int64)  # those of the run by step, then as written, and the step of each
         self._first = np.empty(0, np.int64)  # where each step begins there
         for number in f.pairs_in(self._directory):
@@ -215,19 +215,17 @@ class RunIndex:
                     pair.rows_end = max(pair.rows_end, end)
                     keys = pair.sets.get(frame.keys, 0)
                     flags = frame.flags & ~f.IS_JSON
-                    self._add(record.begin, frame.step, frame.time, begin, end, frame.layouts, keys, flags, pair.place)
+                    entry = record.begin, frame.step, frame.time, begin, end, frame.layouts, keys, flags, pair.place
+                    self._new.append(np.array([entry], _FRAME))
                 elif kind == f.JSON or not pair.has_head:  # not an index, nor what only a later version knows
                     rewound = self._take_facts(pair, f.json_of(record.data))
                     if rewound is not None:
-                        self._add(record.begin, rewound, 0.0, 0, 0, 0, 0, f.IS_JSON, pair.place)
+                        entry = record.begin, rewound, 0.0, 0, 0, 0, 0, f.IS_JSON, pair.place
+                        self._new.append(np.array([entry], _FRAME))
             except f.Unreadable:
                 self.unreadable.append((pair.values.name, record.begin))
                 if not pair.has_head:  # it is a log of something else
                     break
-
-    def _add(self, *frame: float) -> None:
-        self._new.append(np.array([frame], _FRAME))
-        self._size += 1
 
     def _take_indexed(self, pair: Pair) -> None:
         """Read what indices know of a file, instead of the file; nothing where these records may still be on their way."""
@@ -256,12 +254,11 @@ class RunIndex:
             frames = np.empty(int(is_frame.sum()), _FRAME)
             for name in f.ENTRY.names or ():
                 frames[name] = entries[name][is_frame]
-            sets, which = np.unique(frames["keys"], return_inverse=True)
-            frames["keys"] = np.array([pair.sets.get(each, 0) for each in sets.tolist()], np.uint32)[which]
+            frames["keys"] = [pair.sets.get(each, 0) for each in frames["keys"].tolist()]
             frames["pair"] = pair.place
-            pair.columns.append((slice(self._size, self._size + len(frames)), record.end, columns))
+            known = len(self._table) + sum(map(len, self._new))
+            pair.columns.append((slice(known, known + len(frames)), record.end, columns))
             self._new.append(frames)
-            self._size += len(frames)
             pair.values.offset = record.end
 
     def _take_facts(self, pair: Pair, record: Mapping[str, Any]) -> int | None:

@@ -284,7 +284,7 @@ class RunWriter:
             is_lost = self._is_cut_off and time.monotonic() - self._begun_anew >= _LOOKS
             if is_lost:
                 self._begun_anew, self._is_cut_off = time.monotonic(), False
-            if is_lost or sum(file.size for file in self._files) > _LARGEST:
+            if is_lost or self._values.size + (0 if self._rows is None else self._rows.size) > _LARGEST:
                 self._begin_pair(self._number + 1)
         known, self._written = self._written if update else None, None
         # what an earlier file has is no longer amended, and its step is written anew
