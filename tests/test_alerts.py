@@ -302,7 +302,6 @@ def test_alarms_report_what_is_new_and_each_stall_once(run: Path, tmp_path: Path
     with receiver() as hook:
         board = RunBoard(tmp_path)
         alarms = Alarms(board, hook.address)
-        alarms.start()
         shutil.copytree(run, tmp_path / "b")  # a run with a spike appears
         aged(tmp_path / "a", 100.0)
         until(lambda: len({alert["kind"] for alert in hook.got}) == 2)

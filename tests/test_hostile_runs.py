@@ -230,7 +230,7 @@ def test_a_column_belongs_to_one_index_and_its_records(what: str, tmp_path: Path
         before = file.append(_index(before, places, step, columns))
     file.close()
     with closing(RunIndex(_settled(tmp_path))) as index:
-        assert index.values(Key("", "loss", "")) == dict.fromkeys(index.steps, 1.0)  # as the steps themselves say
+        assert index.stored(Key("", "loss", "")) == dict.fromkeys(index.steps, 1.0)  # as the steps themselves say
 
 
 @pytest.mark.parametrize("what", ["index", "column", "count of the index", "rows"])
@@ -257,7 +257,7 @@ def test_what_is_compressed_takes_no_more_than_its_place(what: str, tmp_path: Pa
     tracemalloc.start()
     try:
         with closing(RunIndex(tmp_path)) as run:
-            assert run.values(Key("", "loss", "")) == {0: 1.0}
+            assert run.stored(Key("", "loss", "")) == {0: 1.0}
             assert run.rows(0) == {}
         assert tracemalloc.get_traced_memory()[1] < 60 << 20  # the bytes of the bomb, some times over
     finally:
@@ -304,5 +304,5 @@ def test_records_of_an_index_do_not_lie_within_one_another(tmp_path: Path) -> No
     file.append(f.of_index((0, 0), np.array(entries, f.ENTRY), {}))
     file.close()
     with closing(RunIndex(_settled(tmp_path))) as index:
-        assert index.read(1).values == {0: 1.0}
+        assert index.read(1).values == {Key("", "loss", ""): 1.0}
         assert index.read(0).values == {}

@@ -234,7 +234,7 @@ def test_no_reader_makes_norms_of_other_columns(metric: str, tmp_path: Path) -> 
             run.series("gradient/head.weight/norm")
         rows = rows_of_layers.layer_rows(run._reader, rows_of_layers.groups([name for name, _ in model.named_parameters()]))
         for row in rows:
-            assert all(value != value for value in (row.norm, row.largest, row.share, row.update, row.clipped)), row
+            assert row.norm is row.largest is row.share is row.update is row.clipped is None, row
         live = LiveRun(run._reader, 100)
         assert live.suspects(3)[1] == [] == live.top_layers(3)
         assert list(run.record(11).suspects) == []

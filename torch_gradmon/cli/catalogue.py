@@ -450,13 +450,7 @@ _COMMANDS = (
             value("--steps", "N", "of training in each run", type=int, default=3),
             value("--optimizer", "NAME", "sgd, adam, adamw or MODULE:FUNCTION of model and width", default="adamw"),
             value("--lr", "X", "at the smallest width", type=float, default=1e-3),
-            argument(
-                "--lr-exponent",
-                type=float,
-                default=0.0,
-                metavar="C",
-                help="the learning rate is proportional to width^C (default: 0)",
-            ),
+            value("--lr-exponent", "C", "the learning rate is proportional to width^C", type=float, default=0),
             value("--loss", "MODULE:FUNCTION", "of model and batch (default: by the kind of the targets)"),
             value(
                 "--expect",

@@ -51,15 +51,18 @@ class Field:
 class TensorFrame:
     """One row per tensor and step: step, source, name, the built-in metrics, the number of elements, and other metrics.
 
-    Args:
-        sources: None for all.
+    ``sources`` is None for all. Raises ValueError for one that the run does not have.
     """
 
     def __init__(self, run: RunReader, steps: Sequence[int], sources: Sequence[str] | None) -> None:
         self._run, self._steps = run, steps
-        custom = [key for key in run.scalars if is_of_layer(key) and (sources is None or key.source in sources)]
-        known = [*run.sources, *(key.source for key in custom)]
-        self._sources = tuple(source for source in LAYER_SOURCES if source in known and (sources is None or source in sources))
+        custom = [key for key in run.scalars if is_of_layer(key)]
+        there = {*run.sources, *(key.source for key in custom)}
+        for source in sources or ():
+            if source not in there:
+                raise ValueError(f"the run has nothing of the source {source!r}{nearest(str(source), there)}")
+        self._sources = tuple(source for source in LAYER_SOURCES if source in (there if sources is None else sources))
+        custom = [key for key in custom if key.source in self._sources]
         self._names = {
             source: run.in_model_order(source, [run.tensors(source), [key.name for key in custom if key.source == source]])
             for source in self._sources
@@ -73,45 +76,34 @@ class TensorFrame:
 
     def parts(self) -> Iterator[tuple[int, list[Column]]]:
         """The number of steps and the columns of each part; ascending by step, then by source, then in model order."""
-        if not self._sources:
-            return
+        tensors = [(source, name) for source in self._sources for name in self._names[source]]
         most = max(_CELLS // len(self._metrics), 1)  # rows of a part, those without a value as well
-        for window in _windows(self._run, self._steps, max(min(_ROWS, most) // sum(map(len, self._names.values())), 1)):
-            blocks: list[tuple[np.ndarray, ...]] = []
-            size = 0
-            for number, source in enumerate(self._sources):
-                names, sheet = self._names[source], window.sheet(source)
-                for begin in range(0, len(names), most):
-                    some = names[begin : begin + most]
-                    if blocks and size + len(window.steps) * len(some) > most:  # then it is one step
-                        yield 0, self._part(window, blocks)
-                        blocks, size = [], 0
-                    blocks.append(self._block(window, number, some, sheet))
-                    size += len(window.steps) * len(some)
-            yield len(window.steps), self._part(window, blocks)
+        for window in _windows(self._run, self._steps, max(min(_ROWS, most) // len(tensors), 1)) if tensors else ():
+            sheets = {source: window.sheet(source) for source in self._sources}
+            for begin in range(0, len(tensors), most):  # at once, unless it is one step
+                is_last = begin + most >= len(tensors)
+                yield len(window.steps) if is_last else 0, self._part(window.steps, sheets, tensors[begin : begin + most])
 
-    def _part(self, window: Window, blocks: Sequence[tuple[np.ndarray, ...]]) -> list[Column]:
-        joined = [np.concatenate(each) for each in zip(*blocks, strict=True)]
-        order = joined[0].argsort(kind="stable")
-        rows, sources, names, values, there = (each[order] for each in joined)
-        metrics = [np.ma.array(found, mask=absent) for found, absent in zip(values.T, ~there.T, strict=True)]
-        for place, field in enumerate(self.fields[3:]):
-            if field.kind == "whole":
-                metrics[place] = np.ma.array(np.nan_to_num(metrics[place].data).astype(np.int64), mask=metrics[place].mask)
-        return [np.array(window.steps, np.int64)[rows], sources, names, *metrics]
-
-    def _block(self, window: Window, number: int, some: Sequence[str], sheet: ValueMatrix) -> tuple[np.ndarray, ...]:
-        """The rows of some tensors of one source: indices of step, source and name; the values and which of them are present."""
-        names = _numbered(some)
-        # a live run may have added keys to its last step since
-        kept = [(at, key) for at, key in enumerate(sheet.keys) if key.name in names and (key.metric or _VALUE) in self._metrics]
-        sheet = sheet.columns([at for at, _ in kept])
-        values, there = (each.numpy() for each in empty_matrix(len(window.steps), len(names), len(self._metrics)))
-        at = [names[key.name] for _, key in kept], [self._metrics[key.metric or _VALUE] for _, key in kept]
-        values[:, at[0], at[1]], there[:, at[0], at[1]] = sheet.values.numpy(), sheet.there.numpy()
+    def _part(self, steps: Sequence[int], sheets: Mapping[str, ValueMatrix], tensors: Sequence[tuple[str, str]]) -> list[Column]:
+        place = _numbered(tensors)
+        values, there = (each.numpy() for each in empty_matrix(len(steps), len(tensors), len(self._metrics)))
+        for source in dict.fromkeys(source for source, _ in tensors):
+            sheet = sheets[source]
+            # a live run may have added keys to its last step since
+            known = [(at, (source, key.name), key.metric or _VALUE) for at, key in enumerate(sheet.keys)]
+            kept = [(at, place[pair], self._metrics[name]) for at, pair, name in known if pair in place and name in self._metrics]
+            columns, names, metrics = np.array(kept, np.int64).reshape(-1, 3).T
+            values[:, names, metrics] = sheet.values.numpy()[:, columns]
+            there[:, names, metrics] = sheet.there.numpy()[:, columns]
         rows, places = there.any(2).nonzero()
-        words = np.array([self._words[name] for name in names], np.int64)
-        return rows, np.full_like(rows, number), words[places], values[rows, places], there[rows, places]
+        columns_of = [
+            np.ma.array(found, mask=mask) for found, mask in zip(values[rows, places].T, ~there[rows, places].T, strict=True)
+        ]
+        for at, field in enumerate(self.fields[3:]):
+            if field.kind == "whole":
+                columns_of[at] = np.ma.array(columns_of[at].filled(0).astype(np.int64), mask=columns_of[at].mask)
+        sources, words = np.array([(self._sources.index(source), self._words[name]) for source, name in tensors], np.int64).T
+        return [np.array(steps, np.int64)[rows], sources[places], words[places], *columns_of]
 
 
 class StepFrame:
@@ -208,12 +200,7 @@ def frame_of(run: RunReader, table: str, sources: str | Sequence[str] | None, fi
     steps = chosen_steps(run, first, last)
     if table == "steps":
         return StepFrame(run, steps)
-    wanted = [sources] if isinstance(sources, str) else sources
-    there = {*run.sources, *(key.source for key in run.scalars if is_of_layer(key))}
-    for source in wanted or ():
-        if source not in there:
-            raise ValueError(f"the run has nothing of the source {source!r}{nearest(str(source), there)}")
-    return TensorFrame(run, steps, wanted)
+    return TensorFrame(run, steps, [sources] if isinstance(sources, str) else sources)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------------------

@@ -47,8 +47,6 @@ ENTRY = np.dtype(
         ("layouts", "<u4"), ("keys", "<u4"), ("flags", "u1"),
     ]
 )  # fmt: skip
-#: The same, packed.
-of_entry = struct.Struct("<qqdqqIIB").pack
 #: No record takes fewer bytes.
 _SMALLEST = 24
 #: Kind, number of values, number of the key.

@@ -6,17 +6,18 @@ import contextlib
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..core.keys import Key
-from ..core.records import SpikeEvent
+from ..core.records import SpikeEvent, StepRecord
 from . import format as f
-from .log import SETTLED, Damage, LogReader, Record
+from .log import SETTLED, LogReader, Record
 from .packing import TableLayout, layout_of
 
 _NEVER = float("inf")
@@ -27,11 +28,12 @@ _LOOKED_THROUGH = 64
 #: A run has no more keys.
 _MOST_KEYS = 1 << 20
 #: Stands for keys whose names are damaged.
-_UNKNOWN = -1
-#: Of each frame its entry, with its set of keys by the number in the run; its pair, and the frame of its step that it amends, or -1.
-_FRAME = {**{name: f.ENTRY[name] for name in f.ENTRY.names or ()}, "pair": np.dtype("<u4"), "before": np.dtype("<i8")}
-#: What the state of a random generator is named by among rows.
-RNG = "rng:"
+_UNKNOWN = Key("\0", "", "")  # which is in no file, whose texts are printable
+#: Beyond each step.
+_LAST = 1 << 53
+#: Of each frame its entry, with its set of keys by the number in the run, and its pair. That of a rewind has the flag of JSON.
+_FRAME = np.dtype([*((name, f.ENTRY[name]) for name in f.ENTRY.names or ()), ("pair", "<u4")])
+_Found = TypeVar("_Found")
 _EVENT = frozenset(field.name for field in fields(SpikeEvent))
 _REQUIRED = frozenset(field.name for field in fields(SpikeEvent) if field.default is MISSING)
 
@@ -45,12 +47,11 @@ class Pair:
         self.place = 0  # among the pairs of the run
         self.facts: dict[str, Any] = {}
         self.has_head = self.has_claimed = False
-        self.begins = _NEVER  # the first step that it replaces or adds
         self.rows_end = 0  # of the last step that has any
-        self.ids: dict[int, int] = {}  # of the run, by those of the file
-        self.sets: dict[int, tuple[int, ...]] = {0: ()}  # of keys, by the numbers of the run
+        self.ids: dict[int, Key] = {}  # the keys, by their numbers in the file
+        self.sets = {0: 0}  # of keys: the number of the run, by that of the file
         self.layouts: dict[int, tuple[int, ...]] = {0: ()}  # where each set of them is defined
-        self.columns: list[tuple[slice, int, dict[int, int]]] = []  # of each index: frames, end, where keys are
+        self.columns: list[tuple[slice, int, dict[int, int]]] = []  # of each index: frames, end, where columns are
         self._rows: LogReader | None = None
         self._known: dict[int, TableLayout | str | None] = {}  # None where a record is none, which each step would ask for again
 
@@ -109,36 +110,19 @@ class Pair:
             self._rows.close()
 
 
-class StoredStep(NamedTuple):
-    """All that is stored of a step but its rows; ``values`` by the numbers of their keys, context and events as JSON."""
+class Frame(NamedTuple):
+    """The record of a step, or of what is added to one: its number among all, and the fields of its entry."""
 
+    number: int
+    begin: int
     step: int
     time: float
-    applied: bool
-    context: bytes
-    events: bytes
-    values: dict[int, float]
-
-    def parsed_context(self) -> dict[str, Any]:
-        found = _parsed(self.context)
-        return f.context_of(found) if isinstance(found, dict) else {}
-
-    def facts(self) -> dict[str, Any]:
-        return {"time": self.time, "applied": self.applied, **self.parsed_context()}
-
-    def spikes(self) -> tuple[SpikeEvent, ...]:
-        """The spikes. Fields that only a later version knows are ignored."""
-        found = _parsed(self.events)
-        events = [event for event in found if f.is_event(event)] if isinstance(found, list) else []
-        known = [{name: value for name, value in event.items() if name in _EVENT} for event in events]
-        return tuple(SpikeEvent(**event) for event in known if event.keys() >= _REQUIRED)
-
-
-def _parsed(text: bytes) -> Any:
-    try:
-        return f.parsed(text or b"null")
-    except f.Unreadable:
-        return None
+    rows: int
+    end: int
+    layouts: int
+    keys: int  # the number of the run for its set of keys
+    flags: int
+    pair: int
 
 
 class RunIndex:
@@ -150,17 +134,18 @@ class RunIndex:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._why = ""  # a pair could not be read
-        self._changed: int | None = None  # since the last look that was no error, as of :func:`_earlier`
         self._pairs: list[Pair] = []
         self.meta: dict[str, Any] = {}  # facts about the run
         self.steps: list[int] = []  # ascending
-        self.begins: list[int] = []  # the first steps of parts that follow a resumption or a rollback
-        self.keys: dict[Key, int] = {}  # of all values, by their numbers
+        self.segments: list[tuple[int, int]] = []  # the first and last step of each part that was written without a break
+        self._keys: dict[Key, Key] = {}  # of all values
         self.unreadable: list[tuple[str, int]] = []  # records that are of no known form: file and place
-        self._last: dict[int, int] = {}  # the frame of each step, or the last one that amends it
-        self._table, self._size = {name: np.empty(64, kind) for name, kind in _FRAME.items()}, 0
-        self._sets: dict[tuple[int, ...], int] = {(): 0}  # of keys
-        self._ordered: tuple[np.ndarray, np.ndarray] | None = None
+        self._sets: list[tuple[Key, ...]] = [()]  # of keys
+        self._table = np.empty(0, _FRAME)  # of all records of steps, and of rewinds, as they were read
+        self._new: list[np.ndarray] = []  # what was read since, which stays here if the look ends by an error
+        self._has_news = False  # whether there are new facts
+        self._frames = self._of_step = np.empty(0, np.int64)  # those of the run by step, then as written, and the step of each
+        self._first = np.empty(0, np.int64)  # where each step begins there
         for number in f.pairs_in(self._directory):
             with contextlib.suppress(FileNotFoundError):  # it was removed just now
                 self._open(number)
@@ -168,7 +153,7 @@ class RunIndex:
             if self.unreadable:
                 raise ValueError(self._why)
             raise FileNotFoundError(f"there is no run in {str(self._directory)!r}")
-        self.look()
+        self.refresh()
         if not self.steps and not any(pair.has_head for pair in self._pairs):
             for pair in self._pairs:
                 if pair.values.offset or pair.values.begins_otherwise():
@@ -191,26 +176,28 @@ class RunIndex:
 
     # --- what is new ----------------------------------------------------------------------------------------------------------------
 
-    def look(self) -> int | None:
+    def refresh(self) -> int | None:
         """Read what was written since the last look; returns the first step that may be new or changed, None if nothing was written."""
         for pair in self._pairs:
             self._take_from(pair)
         with contextlib.suppress(FileNotFoundError):
             while (begun := self._open(self._pairs[-1].number + 1)) is not None:
                 self._take_from(begun)
-        changed, self._changed = self._changed, None
-        if changed is None:
+        if not self._new and not self._has_news:
             return None
-        self._ordered = None
+        begin, self._table = len(self._table), np.concatenate((self._table, *self._new))
+        changed = min(self._table["step"][begin:].tolist(), default=None)
+        if changed is not None:
+            self._choose()
+        self._new, self._has_news = [], False
         self.meta = {}
         for pair in [pair for pair in self._pairs if pair.has_claimed] or self._pairs[-1:]:
             self.meta.update(pair.facts)
-        return changed if changed >= 0 else self.steps[-1] if self.steps else None
+        return self.steps[-1] if changed is None and self.steps else changed
 
     def _take_from(self, pair: Pair) -> None:
-        limit = min((each.begins for each in self._pairs[pair.place + 1 :]), default=_NEVER)
         if not pair.values.offset:
-            self._changed = _earlier(self._changed, self._take_indexed(pair, limit))
+            self._take_indexed(pair)
         available = -1.0
         for record in pair.values.follow():
             kind = record.data[:1]
@@ -226,35 +213,22 @@ class RunIndex:
                             pair.values.offset = record.begin  # it is there with its rows
                             break
                     pair.rows_end = max(pair.rows_end, end)
-                    keys = self._sets[pair.sets.get(frame.keys, ())]
-                    number = self._size
-                    part = self._new_frames(1)
-                    entry = record.begin, frame.step, frame.time, begin, end, frame.layouts, keys, frame.flags, pair.place
-                    for name, value in zip(_FRAME, entry, strict=False):
-                        self._table[name][part] = value
-                    touched = self._take_step(pair, number, frame.step, frame.flags, limit)
-                elif kind != f.JSON and pair.has_head:  # an index, or what only a later version knows
-                    continue
-                else:
-                    touched = self._take_facts(pair, f.json_of(record.data), limit)
+                    keys = pair.sets.get(frame.keys, 0)
+                    flags = frame.flags & ~f.IS_JSON
+                    entry = record.begin, frame.step, frame.time, begin, end, frame.layouts, keys, flags, pair.place
+                    self._new.append(np.array([entry], _FRAME))
+                elif kind == f.JSON or not pair.has_head:  # not an index, nor what only a later version knows
+                    rewound = self._take_facts(pair, f.json_of(record.data))
+                    if rewound is not None:
+                        entry = record.begin, rewound, 0.0, 0, 0, 0, 0, f.IS_JSON, pair.place
+                        self._new.append(np.array([entry], _FRAME))
             except f.Unreadable:
                 self.unreadable.append((pair.values.name, record.begin))
                 if not pair.has_head:  # it is a log of something else
                     break
-                continue
-            self._changed = _earlier(self._changed, touched)
 
-    def _new_frames(self, count: int) -> slice:
-        """Room for so many frames, which begin a step unless they are told to amend one."""
-        part = slice(self._size, self._size + count)
-        if part.stop > len(self._table["begin"]):
-            self._table = {name: np.resize(column, 2 * part.stop) for name, column in self._table.items()}
-        self._size, self._table["before"][part] = part.stop, -1
-        return part
-
-    def _take_indexed(self, pair: Pair, limit: float) -> int | None:
+    def _take_indexed(self, pair: Pair) -> None:
         """Read what indices know of a file, instead of the file; nothing where these records may still be on their way."""
-        first: int | None = None
         for record in reversed(pair.indices()):
             try:
                 entries, columns = f.index_of(record.data, record.begin)
@@ -267,29 +241,28 @@ class RunIndex:
             rows = entries[entries["end"] > 0]
             if not pair.has(entries) or (len(rows) and rows["rows"][0] < pair.rows_end):
                 break
-            entries = entries[~is_json]
             pair.rows_end = max([pair.rows_end, *rows["end"][-1:].tolist()])
-            base, new = self._size, self._new_frames(len(entries))
-            for name in f.ENTRY.names or ():
-                self._table[name][new] = entries[name]
-            self._table["pair"][new] = pair.place
-            at = 0
-            for until, begin, found in zip(np.cumsum(~is_json)[is_json].tolist(), begins, facts, strict=True):
-                first = _earlier(first, self._take_steps(pair, base + at, entries[at:until], limit))
+            is_frame = ~is_json
+            for place, begin, found in zip(np.flatnonzero(is_json).tolist(), begins, facts, strict=True):
                 try:
-                    first = _earlier(first, self._take_facts(pair, found, limit))
+                    rewound = self._take_facts(pair, found)
                 except f.Unreadable:
                     self.unreadable.append((pair.values.name, begin))
-                at = until
-            first = _earlier(first, self._take_steps(pair, base + at, entries[at:], limit))
-            sets, which = np.unique(entries["keys"], return_inverse=True)
-            self._table["keys"][new] = np.array([self._sets[pair.sets.get(each, ())] for each in sets.tolist()], np.uint32)[which]
-            own = {pair.ids[key]: begin for key, begin in columns.items() if key in pair.ids}
-            pair.columns.append((new, record.end, own))
+                else:
+                    if rewound is not None:
+                        entries["step"][place], is_frame[place] = rewound, True
+            frames = np.empty(int(is_frame.sum()), _FRAME)
+            for name in f.ENTRY.names or ():
+                frames[name] = entries[name][is_frame]
+            frames["keys"] = [pair.sets.get(each, 0) for each in frames["keys"].tolist()]
+            frames["pair"] = pair.place
+            known = len(self._table) + sum(map(len, self._new))
+            pair.columns.append((slice(known, known + len(frames)), record.end, columns))
+            self._new.append(frames)
             pair.values.offset = record.end
-        return first
 
-    def _take_facts(self, pair: Pair, record: Mapping[str, Any], limit: float) -> int | None:
+    def _take_facts(self, pair: Pair, record: Mapping[str, Any]) -> int | None:
+        """Take what a JSON record says; returns the step to which it rewinds the run, None if it does not."""
         what = record.get("is")
         is_sound = True
         if isinstance(facts := record.get("facts"), dict):
@@ -304,13 +277,12 @@ class RunIndex:
             pair.has_head = True
         if what == "keys":
             first, keys = _natural(record.get("first")), record.get("keys")
-            if not isinstance(keys, list) or len(self.keys) + len(keys) > _MOST_KEYS:
+            if not isinstance(keys, list) or len(self._keys) + len(keys) > _MOST_KEYS:
                 raise f.Unreadable
-            pair.ids.update(
-                (number, self.keys.setdefault(Key(*each), len(self.keys)))
-                for number, each in enumerate(keys, first)
-                if _is_key(each)
-            )
+            for number, each in enumerate(keys, first):
+                if _is_key(each):
+                    key = Key(*each)
+                    pair.ids[number] = self._keys.setdefault(key, key)
             if not all(map(_is_key, keys)):
                 raise f.Unreadable
             return None
@@ -322,119 +294,81 @@ class RunIndex:
             if what == "layouts":
                 pair.layouts[number] = places
             else:
-                pair.sets[number] = own = tuple([pair.ids.get(each, _UNKNOWN) for each in places])
-                self._sets.setdefault(own, len(self._sets))
+                pair.sets[number] = len(self._sets)
+                self._sets.append(tuple([pair.ids.get(each, _UNKNOWN) for each in places]))
             return None
         if what == "rewind" and type(step := record.get("step")) is int:
-            return self._cut(pair, step) if limit == _NEVER else None
+            return min(max(step, 0), _LAST)
         if not is_sound:
             raise f.Unreadable
-        return -1
+        self._has_news = True
+        return None
 
-    def _take_steps(self, pair: Pair, frame: int, entries: np.ndarray, limit: float) -> int | None:
-        """Several records of steps, the first of which is ``frame``."""
-        if not len(entries):
-            return None
-        steps, flags, is_late = entries["step"], entries["flags"], entries["flags"] & f.AMENDS > 0
-        first, last = int(steps[0]), self.steps[-1] if self.steps else -1
-        is_in_order = bool((np.sign(np.diff(steps)) == ~is_late[1:]).all()) and not (is_late[0] or (flags & f.BACKFILLS).any())
-        if limit == _NEVER and first > last and is_in_order:  # each a new step, or adds to the one before it: all at once
-            new = steps[~is_late].tolist()
-            self.steps += new
-            self._last.update(zip(new, (np.flatnonzero(np.append(~is_late[1:], True)) + frame).tolist(), strict=True))
-            self._table["before"][frame : frame + len(steps)][is_late] = np.flatnonzero(is_late) + frame - 1
-            pair.begins = min(pair.begins, first)
-            return first
-        touched: int | None = None
-        for number, (step, flag) in enumerate(zip(steps.tolist(), flags.tolist(), strict=True), frame):
-            touched = _earlier(touched, self._take_step(pair, number, step, flag, limit))
-        return touched
-
-    def _take_step(self, pair: Pair, frame: int, step: int, flags: int, limit: float) -> int | None:
-        known = self._last.get(step)
-        if flags & f.AMENDS:
-            if known is None or self._table["pair"][known] != pair.place:
-                return None
-            self._table["before"][frame], self._last[step] = known, frame
-            return step
-        if step >= limit:  # of a writer that had been replaced
-            return None
-        if limit == _NEVER and not flags & f.BACKFILLS:
-            pair.begins = min(pair.begins, step)
-            if self.steps and step <= self.steps[-1]:
-                self._cut(pair, step)
-            self.steps.append(step)
-        elif known is None:
-            self.steps.insert(bisect_left(self.steps, step), step)
-        self._last[step] = frame
-        return step
-
-    def _cut(self, pair: Pair, step: int) -> int:
-        """Drop the steps from ``step`` on; returns ``step``."""
-        pair.begins = min(pair.begins, step)
-        cut = bisect_left(self.steps, step)
-        for each in self.steps[cut:]:
-            del self._last[each]
-        if cut < len(self.steps):
-            self.begins = [begin for begin in self.begins if begin < step] + [step]
-            del self.steps[cut:]
-        return step
+    def _choose(self) -> None:
+        """Find the frames that make the run: those that none replaces that is later in the order of the writers, and of what each wrote."""
+        order = np.argsort(self._table["pair"], kind="stable")
+        step, flags, pair = (self._table[name][order] for name in ("step", "flags", "pair"))
+        is_rewind, is_late = flags & f.IS_JSON > 0, flags & f.AMENDS > 0
+        is_next = ~is_late & (flags & f.BACKFILLS == 0)  # what is after all others, and ends those of its own and higher numbers
+        first_of_later = np.minimum.accumulate(np.where(is_next, step, _LAST)[::-1])[::-1]
+        is_cut = step >= np.append(first_of_later[1:], _LAST)
+        is_there = ~is_cut & ~is_rewind
+        lost, goes_on = np.cumsum(is_cut & ~is_late & ~is_rewind), is_next & ~is_cut
+        begins = step[goes_on][np.diff(lost[goes_on], prepend=0) > 0]  # of what follows a resumption or a rollback
+        by_step = np.argsort(step, kind="stable")
+        step, pair, is_there = step[by_step], pair[by_step], is_there[by_step]
+        # the last frame up to each that amends none, and the last one of its step
+        base = np.maximum.accumulate(np.where(is_there & ~is_late[by_step], np.arange(len(step)), -1))
+        last = base[np.searchsorted(step, step, "right") - 1]
+        is_there &= (base == last) & (base >= 0) & (step[base] == step) & (pair[base] == pair)
+        self._frames, self._of_step = order[by_step][is_there], step[is_there]
+        steps, self._first = np.unique(self._of_step, return_index=True)
+        self.steps = steps.tolist()
+        bounds = pairwise([0, *np.searchsorted(steps, begins).tolist(), len(steps)])
+        self.segments = [(self.steps[begin], self.steps[end - 1]) for begin, end in bounds if end > begin]
 
     # --- what is there --------------------------------------------------------------------------------------------------------------
 
     @property
-    def damage(self) -> list[tuple[str, Damage]]:
-        return [(pair.values.name, each) for pair in self._pairs for each in pair.values.damage]
-
-    def _frames_of(self, step: int) -> list[int]:
-        found, before = [self._last[step]], self._table["before"]
-        while (frame := before.item(found[-1])) >= 0:
-            found.append(frame)
-        return found[::-1]
+    def damage(self) -> list[str]:
+        """What could not be read because a file is damaged, each on one line; empty if nothing is."""
+        files = [pair.values for pair in self._pairs]
+        damaged = [f"{file.name}: bytes {each.begin} to {each.end} are damaged" for file in files for each in file.damage]
+        return damaged + [f"{name}: the record at byte {place} cannot be read" for name, place in dict.fromkeys(self.unreadable)]
 
     def __contains__(self, step: int) -> bool:
-        return step in self._last
+        at = bisect_left(self.steps, step)
+        return at < len(self.steps) and self.steps[at] == step
 
-    def times(self, steps: Sequence[int]) -> list[float]:
-        """When steps ended, in seconds since the epoch."""
-        frames = np.fromiter(map(self._last.__getitem__, steps), np.int64, len(steps))
-        while (is_late := (before := self._table["before"][frames]) >= 0).any():
-            frames[is_late] = before[is_late]
-        found: list[float] = self._table["time"][frames].tolist()
+    def times(self, last: int) -> list[float]:
+        """When the last steps ended, in seconds since the epoch."""
+        found: list[float] = self._table["time"][self._frames[self._first[-last:]]].tolist()
         return found
 
-    def _in_order(self, among: Iterable[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """The frames of steps, by default of all, and the step of each, ascending."""
-        if self._ordered is None:
-            before, steps = self._table["before"], np.array(self.steps, np.int64)
-            frames = np.fromiter(map(self._last.__getitem__, self.steps), np.int64, len(self.steps))
-            parts = [(frames, steps)]
-            while len(frames):
-                frames = before[frames]
-                frames, steps = frames[frames >= 0], steps[frames >= 0]
-                parts.append((frames, steps))
-            frames, steps = map(np.concatenate, zip(*reversed(parts), strict=True))
-            order = np.argsort(steps, kind="stable")
-            self._ordered = frames[order], steps[order]
-        frames, steps = self._ordered
-        chosen = slice(None) if among is None else np.isin(steps, np.array(list(among), np.int64))
-        return frames[chosen], steps[chosen]
+    def _frames_of(self, step: int) -> list[Frame]:
+        begin, end = np.searchsorted(self._of_step, (step, step + 1)).tolist()
+        return [self._frame(number) for number in self._frames[begin:end].tolist()]
+
+    def _frame(self, number: int) -> Frame:
+        return Frame(number, *self._table.item(number))
+
+    def _among(self, steps: Iterable[int] | None) -> np.ndarray:
+        """The frames of some steps, or of all."""
+        return self._frames if steps is None else self._frames[np.isin(self._of_step, np.array(list(steps), np.int64))]
 
     def with_events(self) -> list[int]:
-        frames, steps = self._in_order()
-        found: list[int] = np.unique(steps[self._table["flags"][frames] & f.HAS_EVENTS > 0]).tolist()
+        found: list[int] = np.unique(self._of_step[self._table["flags"][self._frames] & f.HAS_EVENTS > 0]).tolist()
         return found
 
     def stored_keys(self, among: Iterable[int] | None = None) -> list[Key]:
         """The keys that any step, or any of some, has a stored value of, in the order of their first one."""
-        used, members = np.unique(self._table["keys"][self._in_order(among)[0]]).tolist(), list(self._sets)
-        there = {number for each in used for number in members[each]}
-        return [key for key, number in self.keys.items() if number in there]
+        used = np.unique(self._table["keys"][self._among(among)]).tolist()
+        there = {key for each in used for key in self._sets[each]}
+        return [key for key in self._keys if key in there]
 
     def layouts(self, among: Iterable[int] | None = None) -> list[TableLayout]:
         """The layouts of the steps, or of some, in the order of their first use."""
-        firsts = self._of_sets(among)[0]
-        places = dict.fromkeys((int(self._table["pair"][frame]), place) for frame in firsts for place in self._places(frame))
+        places = dict.fromkeys((frame.pair, place) for frame in self._of_sets(among)[0] for place in self._places(frame))
         found = []
         for pair, place in places:
             try:
@@ -447,121 +381,119 @@ class RunIndex:
         """The steps that have rows of a source, ascending, and those of which that is unknown."""
         frames, which = self._of_sets()
         has = np.array([self._may_have(frame, source) for frame in frames], bool)
-        steps: list[int] = np.unique(self._in_order()[1][has[which]]).tolist()
+        steps: list[int] = np.unique(self._of_step[has[which]]).tolist()
         return steps
 
-    def _may_have(self, frame: int, source: str) -> bool:
-        pair, places = self._pair_of(frame), self._places(frame)
+    def _may_have(self, frame: Frame, source: str) -> bool:
+        places = self._places(frame)
         try:
-            found = [pair.layout(place) for place in places]
+            found = [self._pairs[frame.pair].layout(place) for place in places]
         except (f.Unreadable, OSError):
             return True
-        is_unknown = not places and self._table["end"][frame] > 0
+        is_unknown = not places and frame.end > 0
         return is_unknown or any(isinstance(layout, TableLayout) and layout.source == source for layout in found)
 
-    def _of_sets(self, among: Iterable[int] | None = None) -> tuple[list[int], np.ndarray]:
+    def _of_sets(self, among: Iterable[int] | None = None) -> tuple[list[Frame], np.ndarray]:
         """The first frame with each set of layouts, in the order of the steps, and for each frame which of these has its set."""
-        frames = self._in_order(among)[0]
+        frames = self._among(among)
         sets = self._table["pair"][frames].astype(np.int64) << 32 | self._table["layouts"][frames]
         _, firsts, which = np.unique(sets, return_index=True, return_inverse=True)
         order = np.argsort(firsts)
-        return frames[firsts[order]].tolist(), np.argsort(order)[which]
+        return list(map(self._frame, frames[firsts[order]].tolist())), np.argsort(order)[which]
 
-    def _places(self, frame: int) -> Sequence[int]:
+    def _places(self, frame: Frame) -> Sequence[int]:
         """Where the layouts of a step are defined, which its rows know too."""
-        pair, number = self._pair_of(frame), self._table["layouts"].item(frame)
-        if number not in pair.layouts:
+        pair = self._pairs[frame.pair]
+        if frame.layouts not in pair.layouts:
             with contextlib.suppress(f.Unreadable, OSError):
-                pair.layouts[number] = tuple(place for place, _, _ in f.tables_of(pair.rows.at(*self._rows_of(frame)) or b""))
-        return pair.layouts.get(number, ())
+                found = f.tables_of(pair.rows.at(frame.rows, frame.end) or b"")
+                pair.layouts[frame.layouts] = tuple(place for place, _, _ in found)
+        return pair.layouts.get(frame.layouts, ())
 
-    def read(self, step: int) -> StoredStep:
-        told: f.StepFrame | None = None
-        values: dict[int, float] = {}
-        for number in self._frames_of(step):
-            pair = self._pair_of(number)
+    def read(self, step: int, among: Container[Key] | None = None) -> StepRecord:
+        """A step, with values of some keys, or all, and without statistics."""
+        frames, told = self._frames_of(step), None
+        values: dict[Key, float] = {}
+        for frame in frames:
             try:
-                frame = f.frame_of(self._record(number))
-                if frame.step != step:
+                found = f.frame_of(self._record(frame))
+                if found.step != step:
                     raise f.Unreadable
             except f.Unreadable:  # it was there when the index was made
-                self._miss(number)
+                self._miss(frame)
                 continue
-            told = frame if told is None or frame.context else told
-            values.update(zip(pair.sets.get(frame.keys, ()), frame.values.tolist(), strict=False))
+            told = found if told is None or found.context else told
+            values.update(zip(self._sets[frame.keys], found.values.tolist(), strict=False))
         values.pop(_UNKNOWN, None)
+        if among is not None:
+            values = {key: value for key, value in values.items() if key in among}
         if told is None:
-            return StoredStep(step, self.times([step])[0], True, b"", b"", values)
-        return StoredStep(step, told.time, bool(told.flags & f.APPLIED), told.context, told.events, values)
+            return StepRecord(step, frames[0].time, True, values)
+        context = f.context_of(_parsed(told.context, dict))
+        return StepRecord(step, told.time, bool(told.flags & f.APPLIED), values, {}, context, _spikes(told.events))
+
+    def _parts(self, step: int) -> Iterator[tuple[TableLayout | str, int, bytes]]:
+        """What is stored of a step beside its values: the layout or device, the columns that are left out, and the data of each part."""
+        for frame in self._frames_of(step):
+            pair = self._pairs[frame.pair]
+            try:
+                for place, absent, data in f.tables_of(pair.rows.at(frame.rows, frame.end) or b"", step) if frame.end else ():
+                    layout = pair.layout(place)
+                    if isinstance(layout, TableLayout) and not layout.has_size(absent, data):
+                        raise f.Unreadable
+                    yield layout, absent, data
+            except (f.Unreadable, OSError):
+                self.unreadable.append((f.name_of(pair.number, f.ROWS), frame.rows))
 
     def rows(self, step: int, wanted: str | None = None) -> dict[str, tuple[TableLayout, bytes]]:
-        """The packed rows of a step by source, and by ``"rng:<device>"`` states of random generators; of one source alone if it is given.
-
-        Rows that another source stores come with its layout.
-        """
-        parts: dict[str, tuple[TableLayout, int, bytes]] = {}
+        """The packed rows of a step by source, or of one source; those that another source stores come with its layout."""
         found: dict[str, tuple[TableLayout, bytes]] = {}
-        for frame in self._frames_of(step):
-            pair, (begin, end) = self._pair_of(frame), self._rows_of(frame)
-            try:
-                for place, absent, data in f.tables_of(pair.rows.at(begin, end) or b"", step) if end else ():
-                    layout = pair.layout(place)
-                    if isinstance(layout, str):
-                        found[f"{RNG}{layout}"] = NO_LAYOUT, data
-                    elif layout.has_size(absent, data):
-                        parts[layout.source] = layout, absent, data
-                    else:
-                        raise f.Unreadable
-            except (f.Unreadable, OSError):
-                self.unreadable.append((f.name_of(pair.number, f.ROWS), begin))
+        parts = {each.source: (each, absent, data) for each, absent, data in self._parts(step) if isinstance(each, TableLayout)}
         for source in parts if wanted is None else parts.keys() & {wanted}:
-            names, same_as = parts[source][0].names, parts[source][0].same_as
-            if (same_as or source) in parts and not parts[same_as or source][0].same_as:
-                layout, absent, data = parts[same_as or source]
-                found[source] = layout.part(layout.dense(absent, data), names)
+            own = parts[source][0]
+            layout, absent, data = parts.get(own.same_as or source, (own, 0, b""))
+            if not layout.same_as:
+                found[source] = layout.part(layout.dense(absent, data), own.names)
         return found
 
-    def values(self, key: Key) -> dict[int, float]:
-        number = self.keys.get(key)
-        if number is None:
+    def random_states(self, step: int) -> dict[str, bytes]:
+        """By device."""
+        return {device: data for device, _, data in self._parts(step) if isinstance(device, str)}
+
+    def stored(self, key: Key) -> dict[int, float]:
+        """Value by step of one of :attr:`scalars`, in a few milliseconds; empty if there is none."""
+        if key not in self._keys:
             return {}
-        places = np.array([members.index(number) if number in members else -1 for members in self._sets], np.int64)
-        has = (places >= 0)[sets := self._table["keys"][: self._size]]
-        values, is_known = np.full(self._size, np.nan), np.zeros(self._size, bool)
+        places = np.array([members.index(key) if key in members else -1 for members in self._sets], np.int64)
+        has = (places >= 0)[self._table["keys"]]
+        values, is_known = np.full(len(has), np.nan), np.zeros(len(has), bool)
         for pair in self._pairs:  # first what indices know
-            own = next((own for own, each in pair.ids.items() if each == number), None)
+            own = next((own for own, each in pair.ids.items() if each == key), None)
             for part, end, columns in pair.columns:
-                if number in columns and own is not None:
+                if own in columns:
                     with contextlib.suppress(f.Unreadable):
-                        record = _up_to(end, pair.values.record(columns[number]))
+                        record = _up_to(end, pair.values.record(columns[own]))
                         values[part][has[part]] = f.column_of(record, own, int(has[part].sum()))
                         is_known[part] = has[part]
-        frames, steps = (each[has[self._in_order()[0]]] for each in self._in_order())
-        for frame in frames[~is_known[frames]].tolist():
+        of_key = has[self._frames]
+        frames, steps = self._frames[of_key], self._of_step[of_key]
+        for frame in map(self._frame, frames[~is_known[frames]].tolist()):
             try:
-                values[frame] = f.frame_of(self._record(frame)).values[places[sets[frame]]]
-                is_known[frame] = True
+                values[frame.number] = f.frame_of(self._record(frame)).values[places[frame.keys]]
+                is_known[frame.number] = True
             except (f.Unreadable, IndexError):
                 self._miss(frame)
         there = is_known[frames]
         return dict(zip(steps[there].tolist(), values[frames[there]].tolist(), strict=True))  # of a step the last one
 
-    def _miss(self, frame: int) -> None:
-        self.unreadable.append((self._pair_of(frame).values.name, self._table["begin"].item(frame)))
+    def _miss(self, frame: Frame) -> None:
+        self.unreadable.append((self._pairs[frame.pair].values.name, frame.begin))
 
-    def _pair_of(self, frame: int) -> Pair:
-        place: int = self._table["pair"].item(frame)
-        return self._pairs[place]
-
-    def _rows_of(self, frame: int) -> tuple[int, int]:
-        return self._table["rows"].item(frame), self._table["end"].item(frame)
-
-    def _record(self, frame: int) -> bytes:
+    def _record(self, frame: Frame) -> bytes:
         """The record of a frame; empty if there is none that ends before the next frame begins."""
-        pair = self._pair_of(frame)
-        is_followed = frame + 1 < self._size and self._table["pair"].item(frame + 1) == pair.place
-        end = self._table["begin"].item(frame + 1) if is_followed else pair.values.size
-        return _up_to(end, pair.values.record(self._table["begin"].item(frame)))
+        values, following = self._pairs[frame.pair].values, frame.number + 1
+        is_followed = following < len(self._table) and self._table["pair"][following] == frame.pair
+        return _up_to(self._table["begin"].item(following) if is_followed else values.size, values.record(frame.begin))
 
     def close(self) -> None:
         for pair in self._pairs:
@@ -573,14 +505,30 @@ def _up_to(end: int, record: Record | None) -> bytes:
     return record.data if record is not None and record.end <= end else b""
 
 
-def open_run(path: str | os.PathLike[str]) -> RunIndex:
-    """The steps of the run in ``path``, a run directory or one of its files. Nothing is ever written there.
+def _parsed(text: bytes, kind: type[_Found]) -> _Found:
+    """The object or list that stands there as JSON, empty if it is none."""
+    with contextlib.suppress(f.Unreadable):
+        if isinstance(found := f.parsed(text or b"null"), kind):
+            return found
+    return kind()
 
-    Raises FileNotFoundError if there is no run in it, ValueError if it cannot be read.
+
+def _spikes(text: bytes) -> tuple[SpikeEvent, ...]:
+    """The spikes of a step. Fields that only a later version knows are ignored."""
+    events = [event for event in _parsed(text, list) if f.is_event(event)]
+    known = [{name: value for name, value in event.items() if name in _EVENT} for event in events]
+    return tuple(SpikeEvent(**event) for event in known if event.keys() >= _REQUIRED)
+
+
+@contextlib.contextmanager
+def opening(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """The directory of the run in ``path``, a run directory or one of its files; errors that opening it there raises say what is wrong.
+
+    These are FileNotFoundError if there is no run in it, and ValueError if it cannot be read.
     """
     directory = f.directory_of(path)
     try:
-        return RunIndex(directory)
+        yield directory
     except (FileNotFoundError, NotADirectoryError):
         if directory.is_file():
             raise ValueError(f"{str(path)!r} is not a run of torch_gradmon") from None
@@ -603,14 +551,3 @@ def _natural(number: object) -> int:
 
 def _is_key(found: Any) -> bool:
     return type(found) is list and len(found) == 3 and all(type(part) is str and len(part) <= f.LONGEST_NAME for part in found)
-
-
-def _earlier(first: int | None, other: int | None) -> int | None:
-    """The earlier of two first steps; -1 stands for none, None for nothing at all."""
-    if first is None or other is None:
-        return first if other is None else other
-    return max(first, other) if min(first, other) < 0 else min(first, other)
-
-
-#: Where there is none.
-NO_LAYOUT = TableLayout("", (), frozenset(), (), "")

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..core.torch_modes import is_gone
-from .index import RunIndex, open_run
+from .index import RunIndex, opening
 
 #: A run looks alive if its last record is younger than this, in seconds, or than this multiple of the usual interval, or of the pauses that
 #: it makes, for evaluations for instance.
@@ -80,19 +80,20 @@ class RunStatus:
 
 
 def run_status(path: str | os.PathLike[str]) -> RunStatus:
-    """Read the liveness of the run in ``path``; raises as :func:`open_run`.
+    """Read the liveness of the run in ``path``; raises as :func:`opening`.
 
     Takes a millisecond, or some if the last record is old, however long the run is.
     """
-    with contextlib.closing(open_run(path)) as index:
+    with opening(path) as directory:
+        index = RunIndex(directory)
+    with contextlib.closing(index):
         return status_in(index, path)
 
 
 def status_in(index: RunIndex, path: str | os.PathLike[str]) -> RunStatus:
     """The liveness of a run in ``path`` that is open."""
     meta = index.meta
-    steps = index.steps[: -_RECENT - 1 : -1]
-    recent = list(zip(steps, index.times(steps), strict=True))
+    recent = list(zip(index.steps[-_RECENT:], index.times(_RECENT), strict=True))[::-1]
     if not recent:
         return RunStatus(meta, is_gone=is_gone(meta.get("process", {})))
     status = RunStatus(meta, recent[0][0], max(0.0, time.time() - recent[0][1]), _usual(meta, recent[:_LOOKED_AT]))

@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from ..core.records import (
     trained_parts,
 )
 from ..step.plan import evaluate_view, value_in
-from .index import NO_LAYOUT, RNG, RunIndex, StoredStep, open_run
+from .index import RunIndex, opening
 from .liveness import RunStatus, status_in
 from .packing import TableLayout
 
@@ -64,30 +63,19 @@ def between(steps: Sequence[int], first: int | None, last: int | None) -> list[i
     return [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
 
 
-class RunReader:
+class RunReader(RunIndex):
     """All that is stored of a run; what users see of it is :class:`torch_gradmon.Run`. Raises KeyError for a step that it does not have."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path must be a run directory, got {display(path)}")
         self.path = Path(path)
-        self._index = open_run(path)
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        return self._index.meta
-
-    @property
-    def damage(self) -> list[str]:
-        """What could not be read because a file is damaged, each on one line; empty if nothing is."""
-        damaged = [f"{name}: bytes {each.begin} to {each.end} are damaged" for name, each in self._index.damage]
-        return damaged + [
-            f"{name}: the record at byte {place} cannot be read" for name, place in dict.fromkeys(self._index.unreadable)
-        ]
+        with opening(path) as directory:
+            super().__init__(directory)
 
     @property
     def status(self) -> RunStatus:
-        return status_in(self._index, self.path)
+        return status_in(self, self.path)
 
     @property
     def model_text(self) -> str:
@@ -107,22 +95,9 @@ class RunReader:
         groups = [{**group, "settings": before_schedule(group["settings"])} for group in meta["optimizers"]]
         return list(trained_parts(meta.get("parameters", {}), groups, meta.get("frozen", ())))
 
-    def refresh(self) -> int | None:
-        return self._index.look()
-
-    @property
-    def steps(self) -> list[int]:
-        return list(self._index.steps)
-
-    @property
-    def segments(self) -> list[tuple[int, int]]:
-        steps = self._index.steps
-        bounds = [0, *(bisect_left(steps, begin) for begin in self._index.begins), len(steps)]
-        return [(steps[begin], steps[end - 1]) for begin, end in pairwise(bounds) if end > begin]
-
     @property
     def sources(self) -> list[str]:
-        there = {layout.source for layout in self._index.layouts()}
+        there = {layout.source for layout in self.layouts()}
         return [source for source in TENSOR_SOURCES if source in there]
 
     def tensors(self, source: str) -> list[str]:
@@ -137,25 +112,24 @@ class RunReader:
         return ModelOrder(self.meta.get("parameters", ()), self.meta.get("kinds", ())).sorted(source, measured)
 
     def _measured(self, source: str) -> list[tuple[str, ...]]:
-        return [layout.names for layout in self._index.layouts() if layout.source == source]
+        return [layout.names for layout in self.layouts() if layout.source == source]
 
     @property
     def scalars(self) -> list[Key]:
         """The keys of all values that are not built-in statistics of tensors: of the whole model, custom metrics, logged values."""
-        return self._index.stored_keys()
+        return self.stored_keys()
 
     @property
     def events(self) -> list[SpikeEvent]:
-        return [event for step in self._index.with_events() for event in self._index.read(step).spikes()]
+        return [event for step in self.with_events() for event in self.read(step).events]
 
     def context(self, step: int) -> Mapping[str, Any]:
         """Learning rates, loss scale and tags of a step, and whether it was applied."""
-        return self._read(step).facts()
+        return _facts(self._read(step))
 
     def metrics(self, step: int) -> dict[str, float]:
         """All scalars of a step: whole-model values, custom metrics, logged values."""
-        keys = list(self._index.keys)
-        return {format_key(keys[number]): value for number, value in self._read(step).values.items()}
+        return {format_key(key): value for key, value in self._read(step).values.items()}
 
     def value(self, signal: str, step: int) -> float | None:
         """The value of a key in a step, or of a whole-model value by its name; None if there is none."""
@@ -166,16 +140,14 @@ class RunReader:
     def table(self, source: str, step: int) -> StatsTable | None:
         """The statistics of ``source`` in a step, or None if they were not measured."""
         self.check_step(step)
-        return self.window([step]).table(source, step)
+        found = self.rows(step, source).get(source)
+        return None if found is None else found[0].table(found[1])
 
     def records(self, since: int | None = None, wanted: Callable[[Key], bool] | None = None) -> Iterator[StepRecord]:
         """The steps from ``since`` on, ascending, with values of the keys that are ``wanted``, and no statistics: see :meth:`stacks`."""
-        keys = list(self._index.keys)
-        chosen = {number: key for number, key in enumerate(keys) if wanted is None or wanted(key)}
-        for step in self._since(since, self._index.steps):
-            found = self._index.read(step)
-            values = {chosen[number]: value for number, value in found.values.items() if number in chosen}
-            yield StepRecord(step, found.time, found.applied, values, {}, found.parsed_context(), found.spikes())
+        chosen = None if wanted is None else set(filter(wanted, self._keys))
+        for step in self._since(since, self.steps):
+            yield self.read(step, chosen)
 
     @staticmethod
     def _since(since: int | None, steps: list[int]) -> list[int]:
@@ -183,45 +155,44 @@ class RunReader:
 
     def stacks(self, source: str, since: int | None = None, among: Iterable[int] | None = None) -> Iterator[StatsSeries]:
         """The statistics of ``source`` of the steps from ``since`` on that have them, or of ``among``, ascending, some hundred at once."""
-        steps, blobs, last, size = list[int](), list[bytes](), NO_LAYOUT, 0
-        wanted = self._since(since, self._index.steps_with(source)) if among is None else among
-        found = ((step, *self._index.rows(step, source).get(source, (NO_LAYOUT, b""))) for step in wanted)
-        for step, layout, data in chain(found, [(-1, NO_LAYOUT, b"")]):
-            if layout is NO_LAYOUT and step >= 0:  # rows of other sources alone
+        steps, blobs, last = list[int](), list[bytes](), None
+        for step in self._since(since, self.steps_with(source)) if among is None else among:
+            layout, data = self.rows(step, source).get(source, (None, b""))
+            if layout is None:  # rows of other sources alone
                 continue
-            if steps and (layout != last or size > _AT_ONCE or len(steps) >= _STEPS):
+            if last is not None and (layout != last or len(steps) >= _STEPS or sum(map(len, blobs)) > _AT_ONCE):
                 yield StatsSeries(tuple(steps), last.names, last.rows(blobs), last.columns)
-                steps, blobs, size = [], [], 0
-            last, size = layout, size + len(data)
+                steps, blobs = [], []
+            last = layout
             steps.append(step)
             blobs.append(data)
+        if last is not None:
+            yield StatsSeries(tuple(steps), last.names, last.rows(blobs), last.columns)
 
     def window(self, steps: Iterable[int]) -> Window:
         """All values of some steps, as matrices; steps that the run does not have are left out."""
-        return Window(self._index, sorted(step for step in set(steps) if step in self._index))
+        return Window(self, sorted(step for step in set(steps) if step in self))
 
     def present(self, steps: Iterable[int]) -> set[Key]:
         """The tensors with statistics in any of these steps, as keys without a metric, and the keys of other values; reads no step."""
         steps = list(steps)
-        tensors = {Key(layout.source, name, "") for layout in self._index.layouts(steps) for name in layout.names}
-        return tensors.union(self._index.stored_keys(steps))
+        tensors = {Key(layout.source, name, "") for layout in self.layouts(steps) for name in layout.names}
+        return tensors.union(self.stored_keys(steps))
 
     def check_step(self, step: int) -> None:
-        if step not in self._index:
-            raise KeyError(f"step {step} is not in the run; its {len(self._index.steps)} monitored steps are {self._span()}")
+        if step not in self:
+            raise KeyError(f"step {step} is not in the run; its {len(self.steps)} monitored steps are {self._span()}")
 
-    def _read(self, step: int) -> StoredStep:
+    def _read(self, step: int) -> StepRecord:
         self.check_step(step)
-        return self._index.read(step)
+        return self.read(step)
 
     def rng_state(self, step: int) -> dict[str, torch.Tensor]:
         """The states of torch's random generators at the beginning of a step with a spike, by device, for ``torch.set_rng_state``; KeyError
         without a spike, or for one of NaN or Inf after eight others in a row.
         """
         self.check_step(step)
-        states = {
-            source.removeprefix(RNG): data for source, (_, data) in self._index.rows(step).items() if source.startswith(RNG)
-        }
+        states = self.random_states(step)
         if not states:
             raise KeyError(
                 f"no random state is kept of step {step}: only steps with a spike have one, of NaN or Inf the first 8 in a row"
@@ -239,13 +210,9 @@ class RunReader:
             raise KeyError(f"the run has no values for {key!r}{nearest(key, known)}")
         return found
 
-    def stored(self, key: Key) -> dict[int, float]:
-        """Value by step of one of :attr:`scalars`, in a few milliseconds; empty if there is none."""
-        return self._index.values(key)
-
     def _from_statistics(self, key: Key) -> dict[int, float]:
         found: dict[int, float] = {}
-        if any(layout.source == key.source and key.name in layout.names for layout in self._index.layouts()):
+        if any(layout.source == key.source and key.name in layout.names for layout in self.layouts()):
             for stack in self.stacks(key.source):
                 if key.name in stack.names and stack.has(key.metric):
                     there, values = evaluate_view(VIEWS[key.metric], stack.of((key.name,)).rows[:, 0])
@@ -254,7 +221,7 @@ class RunReader:
 
     def keys(self) -> list[str]:
         """Every key that :meth:`series` accepts: whole-model and logged values, then tensors in model order."""
-        scalars, layouts = self.scalars, self._index.layouts()
+        scalars, layouts = self.scalars, self.layouts()
         keys = [key for key in scalars if not is_of_layer(key)]
         for source in LAYER_SOURCES:
             own = [key for key in scalars if key.source == source and is_of_layer(key)]
@@ -274,15 +241,12 @@ class RunReader:
         return (Key(source, name, metric) for name in self.in_model_order(source, orders) for metric in metrics[name])
 
     def _span(self) -> str:
-        steps = self._index.steps
+        steps = self.steps
         return f"{steps[0]} to {steps[-1]}" if steps else "none"
-
-    def close(self) -> None:
-        self._index.close()
 
     def __repr__(self) -> str:
         damage = f", {len(found)} damaged part{'s' * (len(found) != 1)}" if (found := self.damage) else ""
-        return f"Run({len(self._index.steps)} steps: {self._span()}, {len(self.events)} events{damage})"
+        return f"Run({len(self.steps)} steps: {self._span()}, {len(self.events)} events{damage})"
 
 
 # --- values of several steps ------------------------------------------------------------------------------------------------------
@@ -381,23 +345,21 @@ class Window:
 
     def __init__(self, index: RunIndex, steps: Sequence[int]) -> None:
         self.steps = tuple(steps)
-        self._keys = list(index.keys)
+        self._keys = index.stored_keys(self.steps)
         self._row = {step: row for row, step in enumerate(self.steps)}
         self.facts: dict[int, dict[str, Any]] = {}  # by step what RunReader.context returns
         self.spikes: dict[int, tuple[SpikeEvent, ...]] = {}
-        self._numbers: dict[int, dict[int, float]] = {}  # by step and number of the key
+        self._values: dict[int, Mapping[Key, float]] = {}
         self._packed: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
         for step in self.steps:
             found = index.read(step)
-            self.facts[step] = found.facts()
-            self.spikes[step] = found.spikes()
-            self._numbers[step] = found.values
+            self.facts[step], self.spikes[step], self._values[step] = _facts(found), found.events, found.values
             for source, packed in index.rows(step).items():
                 if source in LAYER_SOURCES:
                     self._packed.setdefault(source, {})[step] = packed
 
-    def scalars(self, step: int) -> dict[Key, float]:
-        return {self._keys[number]: value for number, value in self._numbers.get(step, {}).items()}
+    def scalars(self, step: int) -> Mapping[Key, float]:
+        return self._values.get(step, {})
 
     def table(self, source: str, step: int) -> StatsTable | None:
         found = self._packed.get(source, {}).get(step)
@@ -418,13 +380,13 @@ class Window:
         return self.sheet(_OTHERS)
 
     @cached_property
-    def _grouped(self) -> dict[str, list[tuple[int, int, float]]]:
-        """The stored values of each source of layers, and all others: row of the step, number of the key, and value."""
-        group = [key.source if is_of_layer(key) else _OTHERS for key in self._keys]
-        grouped: dict[str, list[tuple[int, int, float]]] = {}
+    def _grouped(self) -> dict[str, list[tuple[int, Key, float]]]:
+        """The stored values of each source of layers, and all others: row of the step, key, and value."""
+        group = {key: key.source if is_of_layer(key) else _OTHERS for key in self._keys}
+        grouped: dict[str, list[tuple[int, Key, float]]] = {}
         for row, step in enumerate(self.steps):
-            for number, value in self._numbers[step].items():
-                grouped.setdefault(group[number], []).append((row, number, value))
+            for key, value in self._values[step].items():
+                grouped.setdefault(group[key], []).append((row, key, value))
         return grouped
 
     def sheet(self, source: str) -> ValueMatrix:
@@ -439,7 +401,8 @@ class Window:
         measured = frozenset(column for layout in groups for column in layout.columns) | ALWAYS
         metrics = (*(metric for metric, view in VIEWS.items() if view.columns <= measured), COUNT) if groups else ()
         statistics, cells = _keys(source, tuple(names), metrics), self._grouped.get(source, [])
-        stored = [self._keys[number] for number in sorted({number for _, number, _ in cells})]
+        of_cells = {key for _, key, _ in cells}
+        stored = [key for key in self._keys if key in of_cells]
         place = {key: column for column, key in enumerate(dict.fromkeys((*statistics, *stored)))}
         values, there = empty_matrix(len(self.steps), len(place))
         for layout, of_steps in groups.items():
@@ -457,15 +420,19 @@ class Window:
                     known[at, number, columns] = defined.reshape(len(of_steps), -1)
             found[at, -1, columns] = rows[:, Column.COUNT].reshape(len(of_steps), -1)
             known[at, -1, columns] = True
-        of_cells = [row for row, _, _ in cells], [place[self._keys[number]] for _, number, _ in cells]
-        values[of_cells] = torch.tensor([value for _, _, value in cells], dtype=torch.float64, device="cpu")
-        there[of_cells] = True
+        at_cells = [row for row, _, _ in cells], [place[key] for _, key, _ in cells]
+        values[at_cells] = torch.tensor([value for _, _, value in cells], dtype=torch.float64, device="cpu")
+        there[at_cells] = True
         return ValueMatrix(tuple(place), values, there)
 
 
 @lru_cache(maxsize=256)
 def _keys(source: str, names: tuple[str, ...], metrics: tuple[str, ...]) -> tuple[Key, ...]:
     return tuple(Key(source, name, metric) for metric in metrics for name in names)
+
+
+def _facts(record: StepRecord) -> dict[str, Any]:
+    return {"time": record.time, "applied": record.applied, **record.context}
 
 
 def is_of_layer(key: Key) -> bool:

@@ -128,7 +128,7 @@ class RunWriter:
                 number += 1
         try:
             head = {"is": "head", "format": f.FORMAT, "writer": self._name, "claims": self._has_claimed, "facts": self._meta}
-            begin, _ = values.append(f.of_json(head))
+            begin = values.append(f.of_json(head))[0]
         except OSError:
             os.unlink(values.path)
             raise
@@ -137,7 +137,7 @@ class RunWriter:
         self._number, self._values, self._successors = number, values, Successors(self.path, number)
         self._rows: LogWriter | None = None
         self._begin_index()
-        self._entries.append(f.of_entry(begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
+        self._entries.append((begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
         self._ids: dict[Key, int] = {}
         self._key_sets: dict[tuple[Key, ...], tuple[int, tuple[int, ...]]] = {}  # the number of each, and those of its keys
         self._key_set = 0  # the last one that was defined
@@ -158,30 +158,22 @@ class RunWriter:
 
     def _put(self, facts: Mapping[str, Any]) -> None:
         begin, _ = self._values.append(f.of_json(facts))
-        self._entries.append(f.of_entry(begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
+        self._entries.append((begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
 
     def _begin_index(self, before: tuple[int, int] = (0, 0)) -> None:
         self._before_index = before
-        self._entries: list[bytes] = []  # of an index of the records since the last one
-        self._indexed: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}  # by keys: numbers of records, and their values
+        self._entries: list[tuple[float, ...]] = []  # of an index of the records since the last one
+        self._indexed: list[tuple[tuple[int, ...], np.ndarray]] = []  # the keys and values of each of these that has any
         self._waiting = 0  # so many values
 
     def _put_index(self) -> None:
         """Write an index of the records since the last one, and their values by key, so that a reader need not read all of them."""
-        places = [np.array([number for number, _ in found]) for found in self._indexed.values()]
-        columns: dict[int, list[tuple[int, np.ndarray]]] = {}  # by key: number of the set, values
-        for number, (keys, found) in enumerate(self._indexed.items()):
-            for key, values in zip(keys, np.concatenate([values for _, values in found]).reshape(-1, len(keys)).T, strict=True):
-                columns.setdefault(key, []).append((number, values))
-        orders: dict[tuple[int, ...], np.ndarray] = {}
-        begins = {}
-        for key, parts in columns.items():
-            sets = tuple([number for number, _ in parts])
-            if sets not in orders:
-                orders[sets] = np.argsort(np.concatenate([places[number] for number in sets]))
-            values = np.concatenate([values for _, values in parts])[orders[sets]]
-            begins[key] = self._values.append(f.of_column(key, values))[0]
-        entries = np.frombuffer(b"".join(self._entries), f.ENTRY)
+        columns: dict[int, list[float]] = {}
+        for keys, values in self._indexed:
+            for key, value in zip(keys, values.tolist(), strict=True):
+                columns.setdefault(key, []).append(value)
+        begins = {key: self._values.append(f.of_column(key, np.array(column)))[0] for key, column in columns.items()}
+        entries = np.array(self._entries, f.ENTRY)
         self._begin_index(self._values.append(f.of_index(self._before_index, entries, begins)))
 
     def _row_file(self) -> LogWriter:
@@ -240,7 +232,7 @@ class RunWriter:
         """Become the writer of this run, with these facts; an earlier writer stops within a second. Raises OSError."""
         self._meta, self._is_done = dict(facts), False
         if self._before is not None:  # the last look at what earlier writers wrote
-            self._before.look()
+            self._before.refresh()
             self._last = self._before.steps[-1] if self._before.steps else None
             self._before.close()
             self._before = None
@@ -288,8 +280,11 @@ class RunWriter:
             if len(self._entries) >= f.INDEXED or self._waiting >= f.INDEXED_VALUES:
                 with contextlib.suppress(OSError):  # the step says so; a later step tries it again
                     self._put_index()
-            size = self._values.size + (0 if self._rows is None else self._rows.size)
-            if size > _LARGEST or (self._is_cut_off and self._is_to_begin_anew()):
+            # these files cannot be written any more, as after a server was away, though others may be
+            is_lost = self._is_cut_off and time.monotonic() - self._begun_anew >= _LOOKS
+            if is_lost:
+                self._begun_anew, self._is_cut_off = time.monotonic(), False
+            if is_lost or self._values.size + (0 if self._rows is None else self._rows.size) > _LARGEST:
                 self._begin_pair(self._number + 1)
         known, self._written = self._written if update else None, None
         # what an earlier file has is no longer amended, and its step is written anew
@@ -302,14 +297,6 @@ class RunWriter:
         self._written = None if backfill else record
         self._last = record.step if self._last is None or not backfill else max(record.step, self._last)
         self._sync()
-
-    def _is_to_begin_anew(self) -> bool:
-        """Whether these files cannot be written any more, as after a server was away, though others may be. Once a second."""
-        now = time.monotonic()
-        if now - self._begun_anew < _LOOKS:
-            return False
-        self._begun_anew, self._is_cut_off = now, False
-        return True
 
     def _write(self, record: StepRecord, known: StepRecord | None, flags: int) -> None:
         if known is None or known.step != record.step:
@@ -335,10 +322,9 @@ class RunWriter:
             f.text_of([asdict(event) for event in record.events]) if is_news and record.events else b"",
         )
         begin, _ = self._values.append(frame.packed())
-        if keys:
-            self._indexed.setdefault(keys, []).append((len(self._entries), frame.values))
-            self._waiting += len(keys)
-        self._entries.append(f.of_entry(begin, frame.step, frame.time, *rows, layouts, number, frame.flags))
+        self._indexed.append((keys, frame.values))
+        self._waiting += len(keys)
+        self._entries.append((begin, frame.step, frame.time, *rows, layouts, number, frame.flags))
 
     def _parts(self, tables: Mapping[str, StatsTable], rng: Mapping[str, torch.Tensor]) -> list[tuple[int, int, bytes]]:
         places, stored = [], []

@@ -253,18 +253,14 @@ class Alarms:
 
     def __init__(self, board: RunBoard, target: str | Callable[[Alert], object]) -> None:
         self._board, self._messenger = board, Messenger(target)
-        self._runs: dict[str, RunAlarms] = {}
+        self._runs = {card.name: RunAlarms(card) for card in board.cards()}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._work, name="torch_gradmon alarms", daemon=True)
-
-    def start(self) -> None:
-        self._runs = {card.name: RunAlarms(card) for card in self._board.cards()}
         self._thread.start()
 
     def close(self) -> None:
         self._end.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         self._messenger.close()
 
     def _work(self) -> None:

@@ -25,13 +25,6 @@ def _check_alert(url: str) -> None:
         raise UsageError(f"--alert {url}: {error}") from error
 
 
-def _call(stack: contextlib.ExitStack, board: RunBoard, url: str) -> None:
-    """Call the webhook at ``url`` about the runs of ``board`` until ``stack`` is left."""
-    alarms = Alarms(board, url)
-    alarms.start()
-    stack.callback(alarms.close)
-
-
 def live(options: argparse.Namespace) -> int:
     with requires_extra("the live view", "cli", "rich"):
         from ..terminal import live_loop
@@ -72,7 +65,8 @@ def _follow_with_alarms(stack: contextlib.ExitStack, options: argparse.Namespace
         print(f"waiting for {shown}; Ctrl-C ends it", flush=True)
         while not Path(options.run).is_dir():
             time.sleep(options.interval)
-    _call(stack, stack.enter_context(contextlib.closing(RunBoard(options.run))), options.alert)
+    board = stack.enter_context(contextlib.closing(RunBoard(options.run)))
+    stack.enter_context(contextlib.closing(Alarms(board, options.alert)))
     print(f"following {shown}; Ctrl-C ends it", flush=True)
 
 
@@ -98,7 +92,7 @@ def serve(options: argparse.Namespace) -> int:
         ) from error
     with server, contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         if options.alert is not None:
-            _call(stack, server.board, options.alert)
+            stack.enter_context(contextlib.closing(Alarms(server.board, options.alert)))
         print(f"the runs in {printable(options.root)} are at {server.address.partition('?')[0]}")
         print(f"open in a browser: {server.address}\nCtrl-C ends it", flush=True)
         server.serve_forever(poll_interval=0.2)

@@ -42,9 +42,9 @@ class ValueSummary:
     is_logged: bool  # whether the script logged it
     count: int  # number of steps that have it
     first: float  # earliest value
-    median: float  # lower median of the finite values; NaN without any, as for ``largest``
+    median: float | None  # lower median of the finite values; None without any, as for ``largest`` and ``at``
     last: float  # latest value
-    largest: float  # largest finite value
+    largest: float | None  # largest finite value
     at: int | None  # the first step with it
     nonfinite: int  # number of values that are NaN or infinite
     since: int | None  # the first step with such a value
@@ -52,12 +52,22 @@ class ValueSummary:
     @classmethod
     def of(cls, key: Key, steps: array[int], values: array[float]) -> ValueSummary:
         finite = [value for value in values if math.isfinite(value)]
-        largest = max(finite, default=math.nan)
-        spoiled = len(values) - len(finite)
-        since = next(step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)) if spoiled else None
-        at = steps[values.index(largest)] if finite else None
+        largest = max(finite, default=None)
+        since = next((step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)), None)
+        at = None if largest is None else steps[values.index(largest)]
         name, is_logged = (key.metric, False) if key.source == SUMMARY else (key.name, True)
-        return cls(name, is_logged, len(values), values[0], lower_median(finite), values[-1], largest, at, spoiled, since)
+        ends, spoiled = (values[0], _known(lower_median(finite)), values[-1]), len(values) - len(finite)
+        return cls(name, is_logged, len(values), *ends, largest, at, spoiled, since)
+
+    def to_dict(self) -> dict[str, Any]:
+        ends = {
+            name: value if math.isfinite(value) else str(value) for name, value in (("first", self.first), ("last", self.last))
+        }
+        return {**asdict(self), **ends}
+
+
+def _known(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 @dataclass
@@ -116,17 +126,17 @@ _FEW = 160
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A parameter, or a block of them, over the steps. Unknown values are NaN or None."""
+    """A parameter, or a block of them, over the steps. Unknown values are None."""
 
     name: str  # of the parameter or block
     parameters: int  # number of parameters
-    norm: float  # median of the finite gradient norms, before clipping if they are known
-    largest: float  # largest finite norm
+    norm: float | None  # median of the finite gradient norms, before clipping if they are known
+    largest: float | None  # largest finite norm
     at: int | None  # the first step with it
-    share: float  # of the squared norm of the whole gradient, mean over the steps
-    clipped: float  # median norm of the gradient after clipping
-    update: float  # median norm of the update over that of the weights before it
-    zeros: float  # median share of near-zero gradient elements
+    share: float | None  # of the squared norm of the whole gradient, mean over the steps
+    clipped: float | None  # median norm of the gradient after clipping
+    update: float | None  # median norm of the update over that of the weights before it
+    zeros: float | None  # median share of near-zero gradient elements
     nonfinite: int  # number of steps whose gradient has NaN or infinite elements
     since: int | None  # the first of these
 
@@ -135,9 +145,7 @@ def sort_rows(rows: Sequence[LayerRow], column: str) -> list[LayerRow]:
     """Sorted by a column, the largest first, or by ``"name"``; rows without a value come last."""
     if column == "name":
         return sorted(rows, key=lambda row: row.name)
-    values = {id(row): getattr(row, column) for row in rows}
-    known = {place: value for place, value in values.items() if value is not None and not math.isnan(value)}
-    return sorted(rows, key=lambda row: known.get(id(row), -math.inf), reverse=True)
+    return sorted(rows, key=lambda row: -math.inf if (value := getattr(row, column)) is None else value, reverse=True)
 
 
 class Groups(NamedTuple):
@@ -200,23 +208,23 @@ def layer_rows(run: RunReader, grouped: Groups, since: int | None = None) -> lis
             before, moved = (_values(grouped.merged(each.of(both)), "norm") for each in (weights, updates.at(weights.steps)))
             ratios.append(torch.where(before > 0, moved / before, torch.nan))
     members, count, bad = Counter(grouped.place.values()), len(titles), (nonfinite > 0).int()
-    largest, at = torch.where(norms.isfinite(), norms, -math.inf).max(0)
-    spoiled = bad.sum(0).tolist()
+    finite, spoiled = norms.isfinite(), bad.sum(0).tolist()
+    largest, at = torch.where(finite, norms, -math.inf).max(0)
     columns = zip(
         titles,
         [members[row] for row in range(count)],
         _medians([norms], count),
-        torch.where(largest.isfinite(), largest, torch.nan).tolist(),
-        [steps[place] if is_known else None for place, is_known in zip(at.tolist(), largest.isfinite().tolist(), strict=True)],
+        torch.where(finite.any(0), largest, torch.nan).tolist(),
+        [steps[place] if is_known else None for place, is_known in zip(at.tolist(), finite.any(0).tolist(), strict=True)],
         shares.nanmean(0).tolist(),
         _medians(after, count),
         _medians(ratios, count),
         _medians([zeros], count),
         spoiled,
-        [steps[place] if steps_of_row else None for place, steps_of_row in zip(bad.argmax(0).tolist(), spoiled, strict=True)],
+        [steps[place] if is_bad else None for place, is_bad in zip(bad.argmax(0).tolist(), spoiled, strict=True)],
         strict=True,
     )
-    return [LayerRow(*each) for each in columns]
+    return [LayerRow(*map(_known, each)) for each in columns]
 
 
 def _check_size(run: RunReader, source: str, grouped: Groups, since: int | None) -> None:
@@ -294,8 +302,8 @@ class RunSummary:
             "trains": [asdict(part) for part in self.parts],
             "not_applied": found.not_applied,
             "skipped": found.skipped,
-            "values": [_value_dict(line) for line in self.lines],
-            "layers": [_known_values(asdict(row)) for row in self.rows],
+            "values": [line.to_dict() for line in self.lines],
+            "layers": [asdict(row) for row in self.rows],
             "spikes": [spike._asdict() for spike in self.spikes],
             "spikes_in_all": len(self.spiked),
             "steps_with_spikes": sum(len(spike.steps) for spike in self.spiked),
@@ -342,12 +350,3 @@ def summarize(
         run.model_text,
         run.trained_parts,
     )
-
-
-def _value_dict(line: ValueSummary) -> dict[str, Any]:
-    ends = {name: value if math.isfinite(value) else str(value) for name, value in (("first", line.first), ("last", line.last))}
-    return {**_known_values(asdict(line)), **ends}
-
-
-def _known_values(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}

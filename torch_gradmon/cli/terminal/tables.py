@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -117,16 +116,14 @@ def _facts(summary: RunSummary) -> Table:
 def _values(lines: Sequence[ValueSummary], width: int) -> Table:
     columns = {
         "first": [number(line.first) for line in lines],
-        "median": [number(_known(line.median)) for line in lines],
+        "median": [number(line.median) for line in lines],
         "last": [number(line.last) for line in lines],
-        "largest": [number(_known(line.largest)) for line in lines],
+        "largest": [number(line.largest) for line in lines],
         "at step": ["-" if line.at is None else str(line.at) for line in lines],
     }
     if any(line.nonfinite for line in lines):
-        columns["NaN/Inf"] = [str(line.nonfinite) if line.nonfinite else "-" for line in lines]
-    names = [line.name for line in lines]
-    _left_out(["first"], columns, names, width)
-    return _table(names, columns, [line.nonfinite for line in lines], width)
+        columns["NaN/Inf"] = [str(line.nonfinite or "-") for line in lines]
+    return _table(lines, columns, ["first"], width)[0]
 
 
 def _layers(summary: RunSummary, width: int) -> Iterator[RenderableType]:
@@ -138,27 +135,18 @@ def _layers(summary: RunSummary, width: int) -> Iterator[RenderableType]:
         else f"{count} parameters in {len(rows)} rows (--all: each; --depth N: other rows)"
     )
     yield _title(f"Layers: {by}")
-    names, cells = [row.name for row in rows], {}
-    for name, (heading, *_) in COLUMNS.items():
-        texts = [_text(row, name) for row in rows]
+    cells = {}
+    for name, (heading, text, _) in COLUMNS.items():
+        values = [getattr(row, name) for row in rows]
+        texts = ["-" if value is None else text(value) for value in values]
         if any(text != "-" for text in texts):
             cells[heading] = texts
-    left_out = _left_out(_LEAST, cells, names, width)
-    yield _table(names, cells, [row.nonfinite for row in rows], width)
-    meanings = [f"{heading}: {meaning}" for heading, _, meaning in COLUMNS.values() if heading in cells]
-    yield Text("; ".join(meanings), style=_DIM)
+    table, left_out = _table(rows, cells, _LEAST, width)
+    yield table
+    shown = cells.keys() - set(left_out)
+    yield Text("; ".join(f"{heading}: {meaning}" for heading, _, meaning in COLUMNS.values() if heading in shown), style=_DIM)
     if left_out:
         yield Text(f"no room for {', '.join(title.split()[0] for title in left_out)}", style=_DIM)
-
-
-def _left_out(least: Sequence[str], columns: dict[str, list[str]], names: Sequence[str], width: int) -> list[str]:
-    """Drop the ``least`` columns, in this order, until there is room for names; returns those that are dropped."""
-    left_out, needed = [], min(max(map(len, names)), _NAME)
-    for title in least:
-        if title in columns and width - sum(_widths(columns).values()) - len(columns) < needed:
-            left_out.append(title)
-            del columns[title]
-    return left_out
 
 
 def _spikes(summary: RunSummary, width: int) -> Iterator[RenderableType]:
@@ -184,32 +172,25 @@ def _moved(spike: SpikeSummary, width: int) -> str:
     return f"{cut_start(spike.layer, max(width // 2, _NAME))} {spike.moved}".strip()
 
 
-def _table(names: Sequence[str], columns: Mapping[str, Sequence[str]], nonfinite: Sequence[int], width: int) -> Table:
-    table, room = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=_DIM), _room(width, columns, names)
+def _table(
+    rows: Sequence[ValueSummary | LayerRow], columns: Mapping[str, Sequence[str]], least: Sequence[str], width: int
+) -> tuple[Table, list[str]]:
+    """The columns beside the names of the rows, and which of the ``least`` columns, in this order, are left out to make room for names."""
+    widths = {heading: max(_NUMBER, *map(len, cells)) for heading, cells in columns.items()}
+    longest, left_out = max(len(row.name) for row in rows), []
+    for heading in least:
+        if heading in widths and width - sum(widths.values()) - len(widths) < min(longest, _NAME):
+            left_out.append(heading)
+            del widths[heading]
+    room = max(min(width - sum(widths.values()) - len(widths), longest), 8)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=_DIM)
     table.add_column("", no_wrap=True, min_width=room, max_width=room)
-    for heading, wide in _widths(columns).items():
+    for heading, wide in widths.items():
         table.add_column(heading, justify="right", no_wrap=True, min_width=wide, max_width=wide)
-    for name, is_loud, *cells in zip(names, nonfinite, *columns.values(), strict=True):
-        table.add_row(Text(cut_start(name, room), no_wrap=True), *map(Text, cells), style=_LOUD if is_loud else None)
-    return table
-
-
-def _widths(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    return {heading: max(_NUMBER, *map(len, cells)) for heading, cells in columns.items()}
-
-
-def _room(width: int, columns: Mapping[str, Sequence[str]], names: Sequence[str]) -> int:
-    """The width of names beside these columns."""
-    return max(min(width - sum(_widths(columns).values()) - len(columns), max(map(len, names))), 8)
-
-
-def _text(row: LayerRow, column: str) -> str:
-    value = getattr(row, column)
-    return "-" if value is None or math.isnan(value) else COLUMNS[column][1](value)
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    for row, *cells in zip(rows, *(columns[heading] for heading in widths), strict=True):
+        name = Text(cut_start(row.name, room), no_wrap=True)
+        table.add_row(name, *map(Text, cells), style=_LOUD if row.nonfinite else None)
+    return table, left_out
 
 
 # --- many runs ---
