@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_gradmon.plugins.replica_check import Common, Snapshot, items_of
+from torch_gradmon.plugins.replica_check import Common, Snapshot
 
 from .machine import machine
 from .models import GPT, GPT_10M
@@ -36,7 +36,7 @@ def measure() -> dict[str, Any]:
 
     def check() -> None:
         nonlocal tensors
-        snapshot, items = Snapshot(0), list(items_of(side.optimizer, names, Common(None)))
+        snapshot, items = Snapshot(0), list(Common(None).of_optimizer(side.optimizer, names, is_averaged=False, first=0))
         snapshot.add(items)
         snapshot.start_copy()
         snapshot.digests()

@@ -73,7 +73,7 @@ class IdleStretch:
         self._followed = self._most = 0
         self._due = self._spent = 0.0
         self.depth: dict[int, int] = {}
-        self._captures, self._watchers = capture_check(), self._plugins.watchers
+        self._captures, self._detail, self._watchers = capture_check(), self._plugins.built_in.detail, self._plugins.watchers
 
     def begin(self, steps: int) -> None:
         self.left, self._thread, self._due = steps, get_ident(), perf_counter() + LONGEST
@@ -127,7 +127,8 @@ class IdleStretch:
         is_usual = self._forwards < self._most  # else another optimizer may step now
         is_odd = not is_usual or not module.training or get_ident() != self._thread
         is_odd = is_odd or (self._captures is not None and self._captures())
-        if is_odd or any(map(WATCHES, self._watchers)) or state.progress.begun:
+        is_odd = is_odd or self._detail.watches_idle_steps or (len(self._watchers) > 0 and any(map(WATCHES, self._watchers)))
+        if is_odd or state.progress.begun:
             self.stop()
             return False
         if not state.is_open:
@@ -141,7 +142,8 @@ class IdleStretch:
         is_odd = not state.is_open or len(args) > 1 or bool(kwargs or state.progress.begun)
         is_odd = is_odd or getattr(optimizer, "found_inf", None) is not None
         is_odd = is_odd or (self._captures is not None and self._captures())
-        if is_odd or any(map(WATCHES, self._watchers)) or _running_task() != -1:
+        is_odd = is_odd or self._detail.watches_idle_steps or (len(self._watchers) > 0 and any(map(WATCHES, self._watchers)))
+        if is_odd or _running_task() != -1:
             self.stop()
             return False
         state.progress.begun.add(key)

@@ -69,8 +69,8 @@ class PluginSet:
         self._calls["end_run"] += [call for call in self._calls["on_detach"] if call[0] in self.own]
         self._at_boundaries = self._with(_BOUNDARIES)
         self._in_all_steps = self._with(_IN_ALL_STEPS)
-        # those that may begin to watch while steps are only counted: of the built-in ones, the one that other processes ask
-        self.watchers = [plugin for plugin in self._at_boundaries if plugin is built_in.detail or plugin in self.own]
+        # those that may begin to watch while steps are only counted, beside the built-in one that other processes ask
+        self.watchers = [plugin for plugin in self._at_boundaries if plugin in self.own]
         # a property may say something else in each step
         self._may_rest = all(isinstance(type(plugin).watches_idle_steps, bool) for plugin in self._at_boundaries)
 
