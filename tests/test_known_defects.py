@@ -291,7 +291,7 @@ def test_a_function_of_every_token_leaves_two_numbers_behind() -> None:
         model(torch.randn(1000, 4))
     buffer = monitor._runtime.lifecycle.active.buffer
     assert buffer is not None
-    assert sum(part.numel() for pending in buffer._pending.values() for part in pending.parts) == 2 * 5
+    assert sum(part.numel() for pending in buffer._values.values() for part in pending.parts) == 2 * 5
 
 
 def test_patterns_are_not_searched_again_on_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:
