@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.spikes.attribution import rows_text
-from torch_gradmon.step.buffer import KEPT, largest_of, merged
+from torch_gradmon.step.buffer import KEPT, largest_of, merged_losses
 
 from .ranks import on_ranks
 
@@ -173,33 +173,33 @@ def rows_of(losses: Sequence[float], ids: Any = None, dtype: torch.dtype = torch
 
 
 def test_rows_alike_and_too_few() -> None:
-    rows = merged([rows_of([1.0, 1.1, 0.9, 1.0, 1.0, 1.0], list("abcdef"))])
+    rows = merged_losses([rows_of([1.0, 1.1, 0.9, 1.0, 1.0, 1.0], list("abcdef"))])
     assert rows_text(rows) == "no row of 6 stands out: the largest share of the loss, of row b, is 18.3%"
-    assert rows_text(merged([rows_of([1.0])])) == rows_text({}) == ""
-    assert rows_text(merged([rows_of([-1.0, -2.0])])) == ""
-    assert rows_text(merged([rows_of([0.0] * 16)])) == ""
+    assert rows_text(merged_losses([rows_of([1.0])])) == rows_text({}) == ""
+    assert rows_text(merged_losses([rows_of([-1.0, -2.0])])) == ""
+    assert rows_text(merged_losses([rows_of([0.0] * 16)])) == ""
 
 
 def test_shares_of_losses_below_zero_mean_nothing() -> None:
-    assert rows_text(merged([rows_of([-5.0] * 40 + [1000.0] + [1.0] * 10)])) == ""
+    assert rows_text(merged_losses([rows_of([-5.0] * 40 + [1000.0] + [1.0] * 10)])) == ""
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 64])
 def test_a_row_stands_out_among_few_and_among_many(count: int) -> None:
-    rows = merged([rows_of([1.0] * (count - 1) + [100.0])])
+    rows = merged_losses([rows_of([1.0] * (count - 1) + [100.0])])
     assert (
         rows_text(rows) == f"of {count} rows the largest shares of the loss are those of {count - 1} ({100 / (count + 99):.1%})"
     )
 
 
 def test_several_rows_stand_out_together_but_none_for_being_the_first_of_the_rest() -> None:
-    assert "those of 0 (98.1%)" in rows_text(merged([rows_of([1e3, 10.0] + [1.0] * 9)]))
-    rows = merged([rows_of([1.0, 50.0, 1.0, 60.0, 1.0])])
+    assert "those of 0 (98.1%)" in rows_text(merged_losses([rows_of([1e3, 10.0] + [1.0] * 9)]))
+    rows = merged_losses([rows_of([1.0, 50.0, 1.0, 60.0, 1.0])])
     assert rows_text(rows) == "of 5 rows the largest shares of the loss are those of 3 (53.1%), 1 (44.2%)"
 
 
 def test_all_rows_without_a_number_are_counted() -> None:
-    rows = merged([rows_of([math.nan, 3.0] * 50), rows_of([math.inf], ["last"])])
+    rows = merged_losses([rows_of([math.nan, 3.0] * 50), rows_of([math.inf], ["last"])])
     assert re.fullmatch(r"of 101 rows 51 have a loss that is NaN or infinite: \w+, \w+, \w+ and 48 more", rows_text(rows))
 
 
@@ -208,7 +208,7 @@ def test_identities_are_exact(dtype: torch.dtype) -> None:
     """Also where numbers travel as float32."""
     ids = torch.tensor([2**53 + 1, -1, 2**63 - 1, -(2**63), 2**24 + 1, 0])
     numbers = largest_of(torch.arange(6.0), ids).to(dtype)
-    assert merged([(ids, 6, numbers)])["ids"] == ids.flip(0).tolist()
+    assert merged_losses([(ids, 6, numbers)])["ids"] == ids.flip(0).tolist()
 
 
 def test_numpy_and_other_lists() -> None:
@@ -231,7 +231,7 @@ def test_a_list_or_tensor_that_is_filled_anew() -> None:
 
 
 def test_a_row_of_several_calls_has_the_sum() -> None:
-    rows = merged([rows_of([1.0, 5.0, 2.0]), rows_of([1.0, 4.0, 2.0])])
+    rows = merged_losses([rows_of([1.0, 5.0, 2.0]), rows_of([1.0, 4.0, 2.0])])
     assert (rows["ids"], rows["losses"], rows["sum"], rows["count"]) == ([1, 2, 0], [9.0, 4.0, 2.0], 15.0, 6)
 
 

@@ -24,7 +24,7 @@ from ..statistics.dispatch import Statistics
 from ..statistics.eager import SMALL
 from ..statistics.request import NARROW, accumulator_dtype, is_plain, refusal, threshold
 from ..step.buffer import StepBuffer
-from ..step.plan import PARTICIPATION_RATIO, BuiltIn, Views, blocks_of
+from ..step.plan import PARTICIPATION_RATIO, BuiltIn, Views, view_blocks
 from .hooks import tensors_of
 from .measurer import Measurer, unscaled, untouched_rng
 
@@ -407,7 +407,7 @@ class DeviceRows:
         self._statistics, self._buffer, self._complaints = statistics, buffer, complaints
         self._failed: set[_Place] = set()
         # by device and number of the stream on which copies were made: that stream, and the copies with what was asked of them
-        self._waiting: dict[tuple[torch.device, object], tuple[Any, list[tuple[Tensor, _Place, frozenset[Column]]]]] = {}
+        self._copies: dict[tuple[torch.device, object], tuple[Any, list[tuple[Tensor, _Place, frozenset[Column]]]]] = {}
         self._nbytes: Counter[tuple[torch.device, object]] = Counter()
 
     def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
@@ -422,23 +422,23 @@ class DeviceRows:
         if tensor.nbytes > largest:
             return False
         queue = device, stream_number(device)
-        if queue in self._waiting and self._nbytes[queue] + tensor.nbytes > capacity:
+        if queue in self._copies and self._nbytes[queue] + tensor.nbytes > capacity:
             self._flush(queue)
         self._buffer.expect_row(source, path)
         # before its queue: there may be no memory
         copy = tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale)
-        if queue not in self._waiting:
-            self._waiting[queue] = current_stream(device), []
-        self._waiting[queue][1].append((copy, (source, path), columns))
+        if queue not in self._copies:
+            self._copies[queue] = current_stream(device), []
+        self._copies[queue][1].append((copy, (source, path), columns))
         self._nbytes[queue] += copy.nbytes
         return True
 
     def flush(self) -> None:
-        for queue in list(self._waiting):
+        for queue in list(self._copies):
             self._flush(queue)
 
     def _flush(self, queue: tuple[torch.device, object]) -> None:
-        (stream, waiting), self._nbytes[queue] = self._waiting.pop(queue), 0
+        (stream, waiting), self._nbytes[queue] = self._copies.pop(queue), 0
         copies, places, asked = zip(*waiting, strict=True)
         columns = frozenset[Column]().union(*asked)
         try:
@@ -542,7 +542,7 @@ class ModuleValues:
             for source in n.MODULE_SOURCES:
                 if source in tables:
                     table = tables[source] = _called(source, tables[source], calls[2])
-                    blocks += blocks_of(self._groups(source, table.names, calls), table, source)
+                    blocks += view_blocks(self._groups(source, table.names, calls), table, source)
             return blocks
 
         return evaluate

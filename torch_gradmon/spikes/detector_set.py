@@ -211,7 +211,7 @@ class DetectorSet:
         self.predicted: set[str] = set()  # signals that had a value before the optimizer stepped
         # failed detectors stay known, because what ranks exchange must not depend on a failure; the error waits for its warning
         self._failed: dict[str, tuple[SpikeDetector, Exception | None]] = {}
-        self._waiting: dict[str, tuple[SpikeDetector, set[str]]] = {}  # detectors of this step, and the signals they have had
+        self._due: dict[str, tuple[SpikeDetector, set[str]]] = {}  # detectors of this step, and the signals they have had
         self._detected_in: object = None  # the values of this step in which the detectors have looked
         self._matches: dict[str, MatchingValues] = {}
         self._steps_without_value: dict[str, float] = {}  # -inf once there was a value
@@ -250,10 +250,10 @@ class DetectorSet:
         if not record.interrupted:
             self.follow_up.step_ended(applied=counts)
         self._detected_in = None
-        self._waiting = {}
+        self._due = {}
         if counts:
             for name, detector in self.detectors.items():
-                self._waiting[name] = detector, set()
+                self._due[name] = detector, set()
         else:
             absent[SUMMARY, "spike_score"] = not_applied(record.context)
 
@@ -293,7 +293,7 @@ class DetectorSet:
 
     def _switch_off(self, name: str, error: Exception) -> None:
         self._failed[name] = self.detectors.pop(name), error
-        self._waiting.pop(name, None)
+        self._due.pop(name, None)
 
     def warn_of_failures(self) -> None:
         """Warn of detectors that failed and are off. Their errors are dropped, since they hold frames of the training loop."""
@@ -315,7 +315,7 @@ class DetectorSet:
             return record, []
         scores: dict[Key, float] = {}
         events: list[SpikeEvent] = []
-        for name, (detector, done) in list(self._waiting.items()):
+        for name, (detector, done) in list(self._due.items()):
             if done and isinstance(detector.signal, str):  # it has had its one value
                 continue
             try:
@@ -451,7 +451,7 @@ class DetectorSet:
 
     def finish(self, absent: Absent) -> None:
         """The record is complete: warn, once for each, about signals that never had a value in all steps allowed for that."""
-        waited, self._waiting = self._waiting, {}
+        waited, self._due = self._due, {}
         for signal in waited:
             count, name = self._steps_without_value.get(signal, 0) + 1, signal.removeprefix(f"{SUMMARY}/")
             self._steps_without_value[signal] = count

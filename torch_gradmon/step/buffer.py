@@ -293,7 +293,7 @@ def largest_of(losses: Tensor, identities: Identities) -> Tensor:
     return torch.cat([each.to(values.dtype) for each in numbers])
 
 
-def merged(calls: Sequence[tuple[Identities, int, Tensor]]) -> dict[str, Any]:
+def merged_losses(calls: Sequence[tuple[Identities, int, Tensor]]) -> dict[str, Any]:
     """The worst rows of a step, for its context; a row of several calls has the sum of its losses. ``calls``: identities, number of rows,
     and the numbers of :func:`largest_of` on the host.
     """

@@ -295,7 +295,7 @@ class Views(NamedTuple):
         return cls(metric, tuple(keys), None if places == [*range(rows)] else places)
 
 
-def blocks_of(found: Sequence[Views], table: StatsTable, source: str, base: StatsTable | None = None) -> list[Block]:
+def view_blocks(found: Sequence[Views], table: StatsTable, source: str, base: StatsTable | None = None) -> list[Block]:
     """The values for the rows of the ``table`` of ``source``, undefined ones left out; ``base`` holds the denominators of ratios, which are
     views of no table.
     """
@@ -407,7 +407,7 @@ class SourcePlan:
                     found.append(Views.of(metric.name, keys, [row_of[key.name] for key in keys], len(row_of)))
             self._last.clear()
             self._last[table.names] = found
-        return blocks_of(found, table, self.source, base)
+        return view_blocks(found, table, self.source, base)
 
 
 def compile_plan(source: str, metrics: Iterable[Metric], inventory: ModelIndex, always: frozenset[Column]) -> SourcePlan:

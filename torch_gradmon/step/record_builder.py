@@ -13,7 +13,7 @@ from ..core.keys import Key
 from ..core.moments import VIEWS, Column
 from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, StepValues, in_blocks
 from .active_step import ActiveStep
-from .buffer import PendingReadback, StepBuffer, merged
+from .buffer import PendingReadback, StepBuffer, merged_losses
 from .model_index import ModelIndex
 from .plan import HISTOGRAM_NAME, KURTOSIS, STABLE_RANK, Registry, SourcePlan
 from .summary import CLIP_SEEN, OTHERS, SET_BY_HAND, LayerSelection, StepFacts, Summary, head_values, norms_by_rank, not_applied
@@ -395,7 +395,7 @@ class PendingStep:
             if why := next(filter(None, (buffer.absent.get((source, "")) for source in attention)), None):
                 context[n.NO_ATTENTION] = why
         if self.readback.rows:
-            context["rows"] = merged(self.readback.rows)
+            context["rows"] = merged_losses(self.readback.rows)
         return context
 
 

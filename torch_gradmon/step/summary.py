@@ -262,12 +262,14 @@ def norms_by_rank(table: StatsTable) -> dict[str, list[float]]:
 
 # --- The whole-model keys, and the facts about a step that their values need ---
 
+#: Number of steps over which clipping is counted.
+WINDOW = 100
 #: The meaning of each key, in the order of display.
 KEY_DOCUMENTATION = {
     "grad_norm": "L2 norm of all gradients before clipping",
     "grad_norm_after_clip": "L2 norm of the gradients that the optimizer uses; absent where nothing clips or edits what backward brought",
-    "clip_fraction": "share of the last 100 steps in which the gradient norm was reduced after backward, as by a clip; absent where the "
-    "loop does not edit gradients, or only scales them by one factor",
+    "clip_fraction": f"share of the last {WINDOW} steps in which the gradient norm was reduced after backward, as by a clip; absent where "
+    "the loop does not edit gradients, or only scales them by one factor",
     "grad_max": "largest |x| of the finite gradient elements before clipping",
     "grad_nonfinite_count": "number of NaN and infinite gradient elements before clipping",
     "grad_top_fraction": "largest share of the squared gradient norm that one parameter holds",
@@ -455,8 +457,6 @@ def differ(before: StatsTable, after: StatsTable, rounding: float = 0.0) -> bool
     return False
 
 
-#: Number of steps over which clipping is counted.
-WINDOW = 100
 #: Relative difference below which factors are equal. Rounding of float32 gradients is far smaller, that of narrow ones larger.
 _SAME = 1e-5
 #: Relative difference above which norms are different, even if a clip has rounded both of them and its factor.
