@@ -108,7 +108,7 @@ class RunReader(RunIndex):
         return list(dict.fromkeys(name for names in sorted(self._measured(source), key=len, reverse=True) for name in names))
 
     def in_model_order(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
-        """All names in ``measured``, which are of ``source``; see :class:`torch_gradmon.core.model_order.ModelOrder`."""
+        """All names in ``measured``, which are of ``source``; see :class:`torch_gradmon.core.records.ModelOrder`."""
         return ModelOrder(self.meta.get("parameters", ()), self.meta.get("kinds", ())).sorted(source, measured)
 
     def _measured(self, source: str) -> list[tuple[str, ...]]:

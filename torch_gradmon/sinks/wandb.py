@@ -63,7 +63,7 @@ class Rows:
         self.run = run
         self.lock: AbstractContextManager[Any] = threading.RLock()
         self.clocks: list[Clock] = []
-        self.names, self.moves = False, 0  # the script has given step=; rows that it has closed without, since our first
+        self.is_named, self.moves = False, 0  # the script has given step=; rows that it has closed without, since our first
         self.moved = False  # it has logged since our last row
         self.shift = 0  # what is added to the steps that it names, because our rows came first
         self._is_silent = True  # the script has not logged since our first row
@@ -126,7 +126,7 @@ class Rows:
         self._named = step if self._named is None else max(step, self._named)
         for clock in self.clocks:
             clock.observe(self._named)
-        self.names = True
+        self.is_named = True
 
     def may_join(self, axis: float) -> bool:
         """Whether our row for the step ``axis`` may join the open row. It must not overwrite our row of another step."""
@@ -134,7 +134,7 @@ class Rows:
 
     def may_advance(self, alone: bool) -> bool:
         """Whether the counter may advance by one."""
-        if not self.names:
+        if not self.is_named:
             return alone or self._is_silent or self.moves > 0
         if self._stride is None or self._named is None:
             return False
@@ -151,7 +151,7 @@ class Rows:
                 self._ours = None
                 self._led += self._is_silent and not alone
             # a row that the script has begun is the script's to close; its next row keeps its number if ours joins it
-            closes = not self.names and not self._half and not self.moved and (alone or self.moves > 0)
+            closes = not self.is_named and not self._half and not self.moved and (alone or self.moves > 0)
             self.run.log(row, commit=closes)
         finally:
             self._logs_ours = False
@@ -316,7 +316,7 @@ class WandbSink:
             self._warned = True
             why = (
                 "its run.log(step=...) counts more slowly than training steps"
-                if rows.names
+                if rows.is_named
                 else "it has not closed a row of its own, and W&B would drop a later run.log(step=...) behind the counter"
             )
             warn_user(
