@@ -50,6 +50,9 @@ def test_every_value_that_was_shown_reads_back(family: str, tmp_path: Path) -> N
     monitor.detach()
     run = load_run(tmp_path)
     assert run.steps == list(live) == list(range(6))
+    run.steps.reverse()  # lists of their own, which a script may change
+    run.segments.clear()
+    assert (run.steps, run.segments) == (list(range(6)), [(0, 5)])
     keys = {key for values in live.values() for key in values}
     assert {parse_key(key).source for key in keys} == {
         "gradmon",

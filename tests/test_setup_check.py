@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterable
@@ -228,12 +229,41 @@ class _Anew(nn.Module):
 @pytest.mark.parametrize("kind", ["anew", "as an attribute", "once", "lazy"])
 def test_a_layer_that_is_made_in_forward(kind: str) -> None:
     torch.manual_seed(0)
+    before = hooks_of_all_modules()
     model = _Anew(kind)
     if kind == "lazy":
         model(torch.ones(1, 4))
     optimizer = sgd(model.first) if "a" in kind and kind != "lazy" else sgd(model)
     monitor = train(model, optimizer)
     assert ("unregistered-parameters" in rules(monitor)) == (kind in ("anew", "as an attribute"))
+    monitor.detach()
+    assert hooks_of_all_modules() == before
+
+
+def hooks_of_all_modules() -> set[int]:
+    """Those that are called when any module registers a parameter; a test that ended in an error may have left some."""
+    return set(nn.modules.module._global_parameter_registration_hooks)
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+def test_another_head_in_each_forward_is_no_layer_made_anew() -> None:
+    class Body(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, head: nn.Module) -> Tensor:
+            return head(self.body(x).relu())  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model, heads = Body(), nn.ModuleList(nn.Linear(4, 2) for _ in range(24))
+    optimizer = torch.optim.SGD([*model.parameters(), *heads.parameters()], lr=0.01)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    for head in heads:
+        optimizer.zero_grad()
+        model(torch.randn(8, 4), head).square().mean().backward()
+        optimizer.step()
+    assert "unregistered-parameters" not in rules(monitor)
     monitor.detach()
 
 
@@ -252,6 +282,31 @@ def test_parameters_that_a_loop_makes_for_each_step_are_its_own() -> None:
         optimizer.step()
     assert "unregistered-parameters" not in rules(monitor)
     monitor.detach()
+
+
+def test_a_hook_on_all_modules_goes_with_its_monitor() -> None:
+    before = hooks_of_all_modules()
+    model = net(nn.Tanh())
+    optimizer = sgd(model)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    with contextlib.suppress(RuntimeError):
+        model(torch.randn(8, 5))
+    assert len(hooks_of_all_modules() - before) == 1
+    del model, optimizer, monitor
+    gc.collect()
+    assert hooks_of_all_modules() == before
+
+
+def test_a_forward_that_raises_leaves_no_hook_behind() -> None:
+    before = hooks_of_all_modules()
+    model = net(nn.Tanh())
+    optimizer = sgd(model)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(8, 5))
+    loop(monitor, model, [optimizer], 2)
+    monitor.detach()
+    assert hooks_of_all_modules() == before
 
 
 def test_parameters_of_two_optimizers_are_found_across_monitors() -> None:

@@ -19,7 +19,7 @@ from tests.watching import watch_with
 from torch_gradmon.capture import measurer, reference
 from torch_gradmon.capture.attention import ATTENTION_PATCH
 from torch_gradmon.core.torch_modes import SharedContext
-from torch_gradmon.plugins.setup_check import Followed
+from torch_gradmon.plugins.setup_check import Followed, MadeInForward
 
 #: In a list, where no replacement of the function reaches.
 ORIGINAL = [F.scaled_dot_product_attention]
@@ -186,6 +186,41 @@ def test_patch_of_other_threads_is_gone_in_a_fork() -> None:
 
 
 # --- other state of the process ----------------------------------------------------------------------------------------------------
+
+
+def hooks_of_all_modules() -> Any:
+    return nn.modules.module._global_parameter_registration_hooks
+
+
+def test_hook_on_all_modules_leaves_iterations_alone() -> None:
+    """As of a thread that makes a module while the forward of another begins or ends."""
+    handle, made = nn.modules.module.register_module_parameter_registration_hook(lambda *_: None), MadeInForward()
+    before = hooks_of_all_modules()
+    for _ in before.values():
+        made.begin(nn.Linear(1, 1))
+    for _ in hooks_of_all_modules().values():
+        assert made.end() == 0
+    assert hooks_of_all_modules() is before
+    made.begin(nn.Linear(1, 1))
+    other = nn.modules.module.register_module_parameter_registration_hook(lambda *_: None)
+    made.end()
+    assert len(hooks_of_all_modules()) == 2  # one that came meanwhile stays, and can be removed
+    other.remove()
+    assert len(hooks_of_all_modules()) == 1
+    nn.modules.module._global_parameter_registration_hooks = before
+    handle.remove()
+
+
+def test_layers_of_another_thread_are_not_made_in_forward() -> None:
+    made, model = MadeInForward(), nn.Linear(1, 1)
+    for _ in range(5):
+        made.begin(model)
+        at_once(lambda: nn.Linear(2, 2))
+        assert made.end() == 0
+    for number in range(5):
+        made.begin(model)
+        nn.Linear(2, 2)
+        assert (made.end() > 0) == (number >= 2)
 
 
 @pytest.mark.usefixtures("switching")

@@ -325,7 +325,7 @@ def test_nothing_is_compared_within_the_usual_count_of_passes(monkeypatch: pytes
     from torch_gradmon.plugins import loop_checks
 
     looks: list[int] = []
-    monkeypatch.setattr(loop_checks.Sample, "_now", lambda sample: looks.append(1))
+    monkeypatch.setattr(loop_checks._Sample, "_now", lambda sample: looks.append(1))
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
     gradmon.watch(model, optimizer, on_spike=None)

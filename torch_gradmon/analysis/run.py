@@ -113,12 +113,12 @@ class Run:
     @property
     def steps(self) -> list[int]:
         """The steps that were monitored, or recorded around a spike, ascending."""
-        return self._reader.steps
+        return list(self._reader.steps)
 
     @property
     def segments(self) -> list[tuple[int, int]]:
         """First and last step of each unbroken part; each part begins where the run was rewound to."""
-        return self._reader.segments
+        return list(self._reader.segments)
 
     @property
     def spikes(self) -> list[SpikeEvent]:

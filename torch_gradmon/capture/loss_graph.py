@@ -8,7 +8,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -85,10 +85,10 @@ def nodes_to(losses: Sequence[Tensor], parameters: Container[int]) -> list[Node]
     return [node for node, _ in walked if node in found]
 
 
-def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Those that ``outputs`` have a gradient in, such as parameters, and inputs that an adversarial attack moves."""
-    leaves = (getattr(node, "variable", None) for node, _ in _walk(outputs, _ALL))
-    return [leaf for leaf in leaves if leaf is not None]
+def reaches_input(losses: Sequence[Tensor]) -> bool:
+    """Whether losses have a gradient in a leaf that is no parameter, such as an input that an adversarial attack moves."""
+    leaves = (getattr(node, "variable", None) for node, _ in _walk(losses, _ALL))
+    return any(leaf is not None and not isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 
 def _walk(losses: Sequence[Tensor], most: int) -> Iterator[tuple[Node, list[Node]]]:

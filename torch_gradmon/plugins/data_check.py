@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..capture.hooks import Handles, Hook, ModuleHook, takes_hooks, tensors_of
-from ..capture.loss_graph import OUTPUT, leaves_of, losses_going_backward, nodes_of, notes_of
+from ..capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes_of
 from ..core.keys import SUMMARY, Key
 from ..core.records import EXPECTATION, NON_FINITE_INPUT, StepRecord, loss_in
 from ..core.torch_modes import outside_dispatch_modes, will_run
@@ -34,7 +34,7 @@ from .output_gradient import (
     shares_of,
     tokens_of,
 )
-from .setup_check import has_modes
+from .setup_check import MadeInForward, has_modes
 from .tallies import Check, Tallies
 
 if TYPE_CHECKING:
@@ -382,41 +382,6 @@ def look_of(tensors: Sequence[Tensor]) -> Tensor | None:
     return torch.stack([rows.mean(), rows.square().mean().sqrt(), apart])
 
 
-#: Forwards in turn that make layers: a lazy one is made once.
-_IN_TURN = 3
-
-
-class MadeInForward:
-    """Looks for layers that a forward makes: parameters in its graph that neither the model nor an input has when it begins, and that were
-    in no graph before.
-    """
-
-    def __init__(self) -> None:
-        self._known: set[int] | None = None  # ids of what was there when the forward began
-        self._seen: dict[int, weakref.ref[Tensor]] = {}
-        self._in_turn = 0
-
-    def begin(self, module: nn.Module, args: Sequence[object], kwargs: dict[str, object]) -> None:
-        inputs = [each for _, each in (*tensors_of(args, ""), *tensors_of(kwargs, ""))]
-        self._known = {id(each) for each in (*module.parameters(), *inputs, *leaves_of(inputs))}
-
-    def end(self, result: object) -> float:
-        """The forward is over. How many it made, if the last ones all made some; else 0."""
-        if (known := self._known) is None:
-            return 0.0
-        made, outputs = 0, [each for _, each in tensors_of(result, "")]
-        for leaf in leaves_of(outputs):
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
-                made += self._seen.get(id(leaf), _nobody)() is not leaf
-                self._seen[id(leaf)] = weakref.ref(leaf)
-        self.forget()
-        self._in_turn = self._in_turn + 1 if made else 0
-        return float(made) if self._in_turn >= _IN_TURN else 0.0
-
-    def forget(self) -> None:
-        self._known = None
-
-
 class _Part:
     """A module that the loop calls, and its batches: the model, without a name, or in a container without a forward one of those in it."""
 
@@ -580,7 +545,7 @@ class DataCheck(Check):
 
     def _end(self) -> None:
         self._remove_hooks()
-        self._new_layers.forget()
+        self._new_layers.end()
         self._look = None
         self._open.clear()
 
@@ -630,7 +595,7 @@ class DataCheck(Check):
         if (rows := self._acting.trained(tensors)) is not None:
             self._look.found["rows"] = rows
         if self._look.has_head:
-            self._new_layers.begin(module, args, kwargs)
+            self._new_layers.begin(module)
             if (shares := shares_of(module, kwargs)) is not None:
                 self._look.found["arguments"] = shares
             self._look.tokens = tokens_of(module, args, kwargs)
@@ -641,22 +606,18 @@ class DataCheck(Check):
         if not any(each.requires_grad or each.untyped_storage() in _makers for each in tensors):
             look.take_batch(tensors, args, kwargs, name)
             if look.has_head:
-                self._new_layers.begin(module, args, kwargs)
+                self._new_layers.begin(module)
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if made := self._new_layers.end():
+            self.context.call(self.tallies.seen, "unregistered-parameters", None, (), {"tensors made anew in each forward": made})
         look = self._look
-        if look is not None and look.has_head:
-            self.context.call(self._look_for_new_layers, result)
         if self.context.is_paused or torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
             return
         if len(_networks) > 1:  # of any monitors; else nothing has to be noted
             self.context.call(self._play, module, args, result)
         if look is not None and torch.is_grad_enabled():
             self.context.call(self._follow, look, module, result)
-
-    def _look_for_new_layers(self, result: Any) -> None:
-        if made := self._new_layers.end(result):
-            self.tallies.seen("unregistered-parameters", evidence={"tensors made anew in each forward": made})
 
     def _play(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         if type(result) is Tensor and torch.is_floating_point(result) and result.layout is torch.strided:

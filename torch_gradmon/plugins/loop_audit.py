@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from ..capture.hooks import Handles, Hook
 from ..step.model_index import PLAIN_GRADIENTS, ModelIndex, Place, parameters_of
 from ..step.planner import Planner
-from ..step.ranks import is_dtensor
-from .loop_checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, Sample, UnusedGradients
+from ..step.ranks import is_dtensor, local_part
+from .loop_checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients
 from .tallies import Check, Tallies
 
 #: The steps of the first checks.
@@ -44,8 +44,8 @@ class OwnershipChecks:
         self._aliases = {name: tuple(others) for name, others in inventory.aliases.items()}
         self._initial = {name: _identity(parameter) for name, parameter, _ in inventory.there()}
         self._hooked: set[str] = set()  # of the initial ones, those with hooks that are none of a monitor's
-        self._unowned: _Smallest | None = None
-        self._frozen: _Smallest | None = None  # some steps compare it before and after
+        self._unowned: Sample | None = None
+        self._frozen: Sample | None = None  # some steps compare it before and after
         self._compared = 0  # of these steps
         self._cleared: tuple[ModelIndex | None, list[int]] = (None, [])
         self.next_step = self._next = 0  # the next one to report, unless the model changes, and the next one that is checked
@@ -71,7 +71,7 @@ class OwnershipChecks:
         return is_due
 
     def step_ended(self) -> None:
-        if (sample := self._frozen) is None:
+        if (sample := self._frozen) is None or sample.value is None:
             return
         self._tallies.check("frozen-but-moving", sample.moved(), where=sample.names)
         self._compared += 1
@@ -130,7 +130,7 @@ class OwnershipChecks:
         self._tallies.retract(other)
         sample = self._unowned
         if outside and (sample is None or sample.names[0] not in outside):
-            self._unowned = _Smallest(outside)
+            self._unowned = Sample(outside)
         elif outside and sample is not None and (sample.looks >= _COMPARED or not sample.moved()):
             evidence = {"parameters": float(len(outside))}
             if old:
@@ -149,22 +149,33 @@ class OwnershipChecks:
         if frozen and self._tallies.of("frozen-but-moving").is_fact:
             self._tallies.seen("frozen-but-moving", where=tuple(frozen))
         elif frozen and self._compared < _SUSPECTED:
-            self._frozen = _Smallest(frozen)
+            self._frozen = Sample(frozen)
         return bool(frozen)
 
 
-class _Smallest(Sample):
-    """The smallest of some parameters. ``names`` of all of them, its own first."""
+class Sample:
+    """The smallest of some parameters, with its name first, and its value at one moment."""
 
     def __init__(self, parameters: Found) -> None:
         name = min(parameters, key=lambda name: parameters[name][0].numel())
+        parameter, place = parameters[name]
         self.names = (name, *(other for other in parameters if other != name))
+        self._place = place if parameter.numel() <= LARGEST else None
         self.looks = 0
-        super().__init__(parameters[name][1], LARGEST)
+        self.take()
+
+    def take(self) -> None:
+        self.value = None if (now := self._now()) is None else now.clone()
 
     def moved(self) -> bool:
+        """Whether the value has changed or cannot be compared. Synchronises, so callers use it a few times only."""
         self.looks += 1
-        return self.has_changed()
+        now, before = self._now(), self.value
+        return before is None or now is None or now.shape != before.shape or not torch.equal(now, before)
+
+    def _now(self) -> Tensor | None:
+        parameter = None if self._place is None else self._place()
+        return None if parameter is None else local_part(parameter).detach()
 
 
 def _has_hooks(parameter: Tensor) -> bool:
@@ -267,6 +278,7 @@ class LoopAudit(Check):
         # the wrapper whose flag shows whether a backward pass exchanges gradients
         self._ddp: weakref.ref[nn.Module] | None = None
         self._has_ranks = False  # gradients may be exchanged
+        self._settling = set[Probe]()
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin to audit a loop. Its mistakes show in ``.grad``, so none where an engine has gradients elsewhere."""
@@ -353,7 +365,7 @@ class LoopAudit(Check):
             writes.keep(probe)
         if self._has_ranks or self._ddp is not None or probe.is_sharded:
             self._exchanged(probe)
-        if not self._clock and self._unused.are_certain(probe, writes.clears):
+        if not self._clock and self._unused.are_certain(parameter, probe, writes.clears):
             self.tallies.seen("never-stepped", probed.key, evidence={"backward passes": float(interval.fired)})
 
     def _exchanged(self, probe: Probe) -> None:
@@ -361,11 +373,16 @@ class LoopAudit(Check):
         ddp = None if self._ddp is None else self._ddp()
         if probe.is_sharded or (ddp is not None and bool(getattr(ddp, "require_backward_grad_sync", False))):
             probe.interval.synced += 1
-        if self._has_ranks:
+        if self._has_ranks and probe not in self._settling:
             # look again when DDP has copied the reduced gradients back, which it does in such a callback
+            self._settling.add(probe)
             engine = Variable._execution_engine
-            settle = functools.partial(self.context.call, probe.settled)
+            settle = functools.partial(self.context.call, self._settled, probe)
             engine.queue_callback(lambda: engine.queue_callback(settle))
+
+    def _settled(self, probe: Probe) -> None:
+        self._settling.discard(probe)
+        probe.settled()
 
     def _backward_ended(self, probed: ProbedOptimizer) -> None:
         for other in self._probed:

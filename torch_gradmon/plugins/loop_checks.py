@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..capture.loss_graph import (
@@ -18,12 +18,12 @@ from ..capture.loss_graph import (
     inputs_of,
     is_made_by,
     is_move,
-    leaves_of,
     losses_going_backward,
     nodes_of,
     nodes_to,
     notes_of,
     operation_of,
+    reaches_input,
 )
 from ..step.model_index import FsdpParameterRef, ModelIndex, Place, parameters_of
 from ..step.ranks import local_part
@@ -381,8 +381,7 @@ class UnattachedUpdates:
         self.passes = self._moves = self._looks = 0
         self._most = 1  # passes between two steps so far
         self._is_certain = False
-        self._first: list[Sample] = []  # the parameters after the usual number of passes
-        self._last: list[Sample] = []  # and after the last pass
+        self._samples: list[_Sample] = []
 
     def backward_ended(self) -> bool:
         """Count a backward pass. Returns whether the parameters have changed before too many of them for a coincidence.
@@ -394,57 +393,41 @@ class UnattachedUpdates:
         beyond = self.passes - self._most
         if beyond <= 1:
             if beyond == 1:
-                self._first, self._last = ([Sample(place) for place in self.places] for _ in range(2))
+                self._samples = [_Sample(place) for place in self.places]
             return False
         if self._is_certain:
             return True
-        moved = [sample.moves() for sample in self._last]
+        moved = [sample.has_moved() for sample in self._samples]
         self._moves += any(moved)
         # version counters miss fused optimizers of an accelerator and writes to .data
         is_due = not self._moves and beyond == _PASSES * 3**self._looks
         self._looks += is_due
         if is_due or self._moves >= _PASSES - 1:
-            self._is_certain = any(sample.has_changed() for sample in self._first)
+            self._is_certain = any(sample.has_changed() for sample in self._samples)
             self._moves = max(self._moves, beyond) if self._is_certain else 0
         return self._is_certain
 
     def has_changed(self, in_step: bool) -> bool:
         """Whether a change of the parameters since then is known; ``in_step``: compare them now, too, which synchronises."""
-        return self._moves > 0 or (in_step and any(sample.has_changed() for sample in self._first))
+        return self._moves > 0 or (in_step and any(sample.has_changed() for sample in self._samples))
 
     def step_ended(self) -> None:
         """Start again after a step of the optimizer, or of another attached one with the same parameters."""
         if self.passes:
             self._most = max(self._most, self.passes)
         self.passes = self._moves = self._looks = 0
-        self._is_certain, self._first, self._last = False, [], []
+        self._is_certain, self._samples = False, []
 
 
-class Sample:
-    """The values of one parameter at one moment, the first ``most`` or so of a larger one, and the number of writes to it."""
+class _Sample:
+    """Some elements of one parameter, and the number of writes to it."""
 
-    def __init__(self, place: Place, most: int = _SAMPLED) -> None:
-        self._place, self._most = place, most
-        self.take()
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._first = self._last = self._now()
+        self._version = self._written()
 
-    def take(self) -> None:
-        self._value, self._written = self._now(), self._writes()
-
-    def has_changed(self) -> bool:
-        """Whether the values have, as far as they can be compared. Synchronises, so callers ask a few times only."""
-        now, before = self._now(), self._value
-        return now is not None and before is not None and now.shape == before.shape and not torch.equal(now, before)
-
-    def moves(self) -> bool:
-        """Whether it has changed since it was taken or since the last call; on accelerators, whether it was written to."""
-        if self._value is not None and self._value.is_cpu:
-            has_moved = self.has_changed()
-            self.take()
-            return has_moved
-        before, self._written = self._written, self._writes()
-        return self._written != before
-
-    def _writes(self) -> int:
+    def _written(self) -> int:
         parameter = self._place()
         return -1 if parameter is None or parameter.is_inference() else parameter._version
 
@@ -452,20 +435,36 @@ class Sample:
         if (parameter := self._place()) is None:
             return None
         part = local_part(parameter).detach()
-        while part.numel() > self._most and part.dim():
-            part = part[: self._most * len(part) // part.numel()] if part.numel() < self._most * len(part) else part[0]
+        while part.numel() > _SAMPLED and part.dim():
+            part = part[: _SAMPLED * len(part) // part.numel()] if part.numel() < _SAMPLED * len(part) else part[0]
         return part.clone()
+
+    def has_moved(self) -> bool:
+        """Whether it has changed since the last call; on accelerators, whether it was written to."""
+        version, before = self._version, self._last
+        self._version = self._written()
+        if before is None or before.device.type != "cpu":
+            return self._version != version
+        self._last = self._now()
+        return _differ(self._last, before)
+
+    def has_changed(self) -> bool:
+        return _differ(self._now(), self._first)
+
+
+def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape and not torch.equal(one, other)
 
 
 class UnusedGradients:
     """Detects a loop that runs backward passes without a step while the parameter does not change."""
 
     def __init__(self) -> None:
-        self._sample: Sample | None = None
-        self._is_other = False  # something other than the watched optimizers moves it, so the loop does train
+        self._value: Tensor | None = None
+        self._is_other = False
         self._next = 0
 
-    def are_certain(self, probe: Probe, clears: bool) -> bool:
+    def are_certain(self, parameter: Tensor, probe: Probe, clears: bool) -> bool:
         """Whether the loop still has no step after too many backward passes for a coincidence.
 
         ``clears``: in-place writes to gradients set them to zero. Synchronises after the 30th, 100th, 300th pass and so on.
@@ -474,11 +473,12 @@ class UnusedGradients:
         enough = cleared >= _CLEARED or fired >= _SUMMED or (cleared >= _TWICE and fired >= _MANY)
         if self._is_other or (not enough and cleared < _CLEARED // 3 and fired < _MANY // 2):
             return False
-        if self._sample is None:
-            self._sample = Sample(probe.place, LARGEST)
+        if self._value is None:
+            self._value = parameter.detach().clone()
         elif enough and fired >= self._next:
             self._next = 3 * fired
-            self._is_other = self._sample.has_changed()
+            # something other than the watched optimizers moves it, so the loop does train
+            self._is_other = self._value.shape != parameter.shape or not torch.equal(self._value, parameter.detach())
         return enough and not self._is_other
 
 
@@ -590,7 +590,7 @@ class ProbedOptimizer:
             self.losses.accumulated(interval, self.owned)
         if (interval.drops or interval.writes) and not self._attacks and tallies.of("micro-batch-discarded", key).is_suspected:
             # passes may be cleared by mistake: look for inputs with a gradient
-            self._attacks = any(not isinstance(leaf, nn.Parameter) for leaf in leaves_of(losses_going_backward()))
+            self._attacks = reaches_input(losses_going_backward())
         if interval.late >= 0 and interval.fired == 1 and (interval.late or not tallies.is_empty):
             dropped = interval.dropped  # written to between its step and its drop
             is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -15,12 +17,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..capture.hooks import Handles, Hook, ModuleHook, tensors_of
 from ..core import validation as check
 from ..core.errors import display
 from ..core.keys import GRADIENT, Pattern, compile_pattern
 from ..core.records import EXPECTATION, StatsTable, StepRecord, TrainedPart, trained_parts
+from ..core.torch_modes import SharedContext
 from ..step.model_index import PLAIN_GRADIENTS, ModelIndex, parameters_of
 from ..step.planner import Planner
 from .tallies import Check, Tallies
@@ -99,6 +103,8 @@ def compiled(name: str, pattern: Pattern | None) -> re.Pattern[str] | None:
 _DEPTH = 2
 #: Objects of a container that are looked at.
 _MOST = 1000
+#: Forwards in turn that make layers: a lazy one is made once.
+_IN_TURN = 3
 
 
 class HiddenParameters:
@@ -155,6 +161,76 @@ def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) 
         items = list(value.items()) if isinstance(value, Mapping) else list(enumerate(value[:_MOST]))
         for key, each in items[:_MOST]:
             yield from _tensors_in(f"{path}[{key!r}]", each, registered, depth - 1)
+
+
+#: Running forwards: the thread of each, the modules that were there before, and the parameters of others.
+_running: dict[object, tuple[int, set[int], list[int]]] = {}
+
+
+def _registered(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if torch.compiler.is_dynamo_compiling() or parameter is None or not parameter.requires_grad:
+        return
+    own = threading.get_ident()
+    for thread, known, made in list(_running.values()):
+        if thread == own and id(owner) not in known:  # another thread may build a model of its own
+            made.append(id(parameter))
+
+
+@contextlib.contextmanager
+def _hook_on_all_modules() -> Iterator[None]:
+    """Torch iterates over the dict of such hooks without a lock, so a change of it would raise in another thread that makes a module just
+    then. Instead a copy of the dict takes its place.
+    """
+    home = nn.modules.module
+    before = home._global_parameter_registration_hooks
+    hooks = OrderedDict(before)
+    own = RemovableHandle(hooks).id
+    known = {*hooks, own}
+    hooks[own] = _registered
+    home._global_parameter_registration_hooks = hooks
+    try:
+        yield
+    finally:
+        if home._global_parameter_registration_hooks is hooks and hooks.keys() == known:
+            home._global_parameter_registration_hooks = before
+        else:  # others have registered hooks meanwhile, and know this dict
+            del hooks[own]
+
+
+_ON_ALL_MODULES = SharedContext(_hook_on_all_modules)
+
+
+def _left(token: object) -> None:
+    del _running[token]
+    _ON_ALL_MODULES.__exit__()
+
+
+class MadeInForward:
+    """Looks for layers that a forward makes: parameters that are registered while it runs, by modules that the model does not have yet.
+    The hook on all modules is taken away with this object, if a forward that raises is the last one.
+    """
+
+    def __init__(self) -> None:
+        self._remove: weakref.finalize[Any, MadeInForward] | None = None
+        self._made: list[int] = []
+        self._in_turn = 0
+
+    def begin(self, module: nn.Module) -> None:
+        self.end()
+        token = object()
+        _running[token] = threading.get_ident(), {id(each) for each in module.modules()}, self._made
+        _ON_ALL_MODULES.__enter__()
+        self._remove = weakref.finalize(self, _left, token)
+
+    def end(self) -> float:
+        """The forward is over. How many it made, if the last ones all made some; else 0."""
+        if self._remove is None:
+            return 0.0
+        self._remove()
+        self._remove, made = None, len(self._made)
+        self._made.clear()
+        self._in_turn = self._in_turn + 1 if made else 0
+        return float(made) if self._in_turn >= _IN_TURN else 0.0
 
 
 #: A dropout of this share is taken for the share that is kept; the largest in use is about 0.8.

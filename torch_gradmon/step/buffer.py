@@ -593,8 +593,8 @@ class StepBuffer:
             if gone is not None:
                 of.rows = {name: place for name, place in of.rows.items() if name not in gone}
                 of.parts = {name: parts for name, parts in of.parts.items() if name not in gone}
-            if gone is None or not (of.rows or of.parts):
-                del self._sources[source]
+            else:  # the columns that its rows have in common stay
+                of.rows, of.parts, of.last, of.exchanged = {}, {}, ((), None), set()
         for key in [*self._values, *self._finals]:
             if key.source == source and (gone is None or key.name in gone):
                 self._values.pop(key, None)
@@ -683,7 +683,7 @@ class StepBuffer:
             known = self._values.setdefault(key, value)
             if known is not value and key.source not in _FIRST:
                 known.parts += value.parts
-                known.reducer = value.reducer or known.reducer
+                known.stands_in, known.reducer = value.stands_in, value.reducer or known.reducer
         before = earlier._finals.items()
         left = {key: place for key, place in before if key not in self._finals and is_left(key.source, key.name)}
         self._finals = left | self._finals
