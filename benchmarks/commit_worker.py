@@ -138,7 +138,7 @@ def demo_share() -> float:
         warnings.simplefilter("ignore")
         demo.train(CharacterGPT(characters, sizes), data, sizes, DEMO_STEPS, Path(folder), 0)
         records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    # in versions before 0.1 a percentage
+    # in older versions a percentage
     percent = [
         100 * record["gradmon/overhead_fraction"] if "gradmon/overhead_fraction" in record else record["gradmon/overhead_pct"]
         for record in records

@@ -687,7 +687,6 @@ class ModuleSource:
                 self._drop_interrupted(calls=0)
             elif not is_in_backward():
                 self._awaited.clear()  # what was interrupted meanwhile has measured nothing
-        self.passes.is_paused = is_paused
         self.hooks.graphs.open(self.passes.is_open and not is_paused)
 
     def backward_ended(self) -> None:

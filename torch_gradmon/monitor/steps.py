@@ -136,7 +136,8 @@ class Captures:
         """Nothing is measured in this step."""
         if self.modules is not None:
             self.modules.set_recording(False)
-        self.passes.is_open = self.passes.missed = False
+        else:
+            self.passes.is_open = False
 
     def pause(self, is_paused: bool) -> None:
         if self.modules is not None:
@@ -308,9 +309,8 @@ class StepLifecycle:
     def seal(self, step: int) -> None:
         """``step`` is about to open: nothing more can be added to the last one."""
         modules = self.captures.modules
-        self._had_root_inputs = (
-            modules is not None and modules.hooks.on_root_inputs
-        )  # what the step needs may be registered with it
+        # what the step needs may be registered with it
+        self._had_root_inputs = modules is not None and modules.hooks.on_root_inputs
         built_in = self.plugins.built_in
         if built_in.detail.watches_idle_steps:
             self.plugins.tell("detail", "before_step", step)

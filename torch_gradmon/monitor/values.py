@@ -97,9 +97,8 @@ class ValueLog:
             return False
         step = self._step_of(key)
         if step and (step != "last" or self._pipeline.has_last):
-            if (
-                step == "last" and self._pipeline.has_stored_last
-            ):  # a file has it already, whose readers need not be in this process
+            # a file has it already, whose readers need not be in this process
+            if step == "last" and self._pipeline.has_stored_last:
                 return False
             self._waiting.append((key, float(value)))
             self._fence.defer(self._log_waiting)

@@ -296,15 +296,14 @@ class Views(NamedTuple):
 
 
 def view_blocks(found: Sequence[Views], table: StatsTable, source: str, base: StatsTable | None = None) -> list[Block]:
-    """The values for the rows of the ``table`` of ``source``, undefined ones left out; ``base`` holds the denominators of ratios, which are
-    views of no table.
-    """
+    """The defined values for the rows of the ``table`` of ``source``. Ratios, whose denominators are in ``base``, are views of no table."""
     if not found:
         return []
     columns = table.rows.unbind(1)
     finite = have("finite elements", columns)
+    are_finite = bool(finite.all())
     # where all rows have finite elements, as in nearly every step, they have all that a view needs
-    there = dict.fromkeys(NEEDS, finite) if bool(finite.all()) else {"finite elements": finite}
+    there = dict.fromkeys(NEEDS, finite) if are_finite else {"finite elements": finite}
     blocks = []
     for metric, keys, places in found:
         rows = table.rows if places is None else table.rows[places]
@@ -317,7 +316,7 @@ def view_blocks(found: Sequence[Views], table: StatsTable, source: str, base: St
                 known[view.needs] = have(view.needs, of)
             values, exists = view.of(of), known[view.needs]
         numbers = _numbers(values)
-        if not exists.all():
+        if not ((are_finite and exists is finite) or exists.all()):
             chosen = exists.tolist()
             keys, numbers = tuple(compress(keys, chosen)), array("d", compress(numbers, chosen))
         blocks.append(Block(keys, numbers, "" if metric == "ratio" else source))
