@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
-from torch_gradmon.monitor.loop_hooks import IdleStretch
+from torch_gradmon.monitor.program import StepProgram
 from torch_gradmon.plugins import loop_audit
 
 #: The steps after which a loop is trusted here, so that short programs have idle steps that are counted.
@@ -393,20 +393,20 @@ def _shown(values: dict[str, float]) -> str:
 def _counting(is_on: bool) -> Iterator[list[int]]:
     """The steps that were only counted."""
     counted: list[int] = []
-    begin, ended, trusted = IdleStretch.begin, IdleStretch.step_ended, loop_audit.TRUSTED
+    begin, ended, trusted = StepProgram.begin, StepProgram.idle_step_ended, loop_audit.TRUSTED
 
-    def step_ended(self: IdleStretch, *arguments: Any) -> bool:
+    def step_ended(self: StepProgram, *arguments: Any) -> bool:
         is_all = ended(self, *arguments)
         counted.extend([self._state.ended or 0] * is_all)
         return is_all
 
-    IdleStretch.step_ended, loop_audit.TRUSTED = step_ended, TRUSTED  # type: ignore[method-assign]
+    StepProgram.idle_step_ended, loop_audit.TRUSTED = step_ended, TRUSTED  # type: ignore[method-assign]
     if not is_on:
-        IdleStretch.begin = lambda self, steps: None  # type: ignore[method-assign]
+        StepProgram.begin = lambda self, steps: None  # type: ignore[method-assign]
     try:
         yield counted
     finally:
-        IdleStretch.begin, IdleStretch.step_ended, loop_audit.TRUSTED = begin, ended, trusted  # type: ignore[method-assign]
+        StepProgram.begin, StepProgram.idle_step_ended, loop_audit.TRUSTED = begin, ended, trusted  # type: ignore[method-assign]
 
 
 def run(program: Program, counts: bool = True, is_watched: bool = True) -> tuple[list[Any], int]:

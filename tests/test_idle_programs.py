@@ -39,11 +39,11 @@ def test_programs_have_steps_that_are_only_counted_and_every_kind_of_move() -> N
 
 
 def test_a_step_that_is_counted_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = idle_programs.IdleStretch.step_ended
+    original = idle_programs.StepProgram.idle_step_ended
 
-    def step_ended(self: idle_programs.IdleStretch, *arguments: Any) -> bool:
+    def step_ended(self: idle_programs.StepProgram, *arguments: Any) -> bool:
         self._state.attempts += 1
         return original(self, *arguments)
 
-    monkeypatch.setattr(idle_programs.IdleStretch, "step_ended", step_ended)
+    monkeypatch.setattr(idle_programs.StepProgram, "idle_step_ended", step_ended)
     assert any(idle_programs.differences(idle_programs.draw(seed))[0] for seed in range(8))

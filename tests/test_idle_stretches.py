@@ -15,7 +15,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from tests.watching import watch_with
-from torch_gradmon.monitor.loop_hooks import IdleStretch
+from torch_gradmon.monitor.program import StepProgram
 from torch_gradmon.plugins import Plugin, loop_audit
 
 
@@ -29,15 +29,15 @@ def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the steps that were only counted."""
     steps: list[int] = []
-    original = IdleStretch.step_ended
+    original = StepProgram.idle_step_ended
 
-    def step_ended(self: IdleStretch, *arguments: Any) -> bool:
+    def step_ended(self: StepProgram, *arguments: Any) -> bool:
         is_all = original(self, *arguments)
         if is_all:
             steps.append(self._state.ended or 0)
         return is_all
 
-    monkeypatch.setattr(IdleStretch, "step_ended", step_ended)
+    monkeypatch.setattr(StepProgram, "idle_step_ended", step_ended)
     return steps
 
 
@@ -102,7 +102,7 @@ def test_values_are_those_of_a_loop_in_which_nothing_rests(monkeypatch: pytest.M
 
     resting = values(60)
     assert counted
-    monkeypatch.setattr(IdleStretch, "begin", lambda self, steps: None)
+    monkeypatch.setattr(StepProgram, "begin", lambda self, steps: None)
     assert values(60) == resting
 
 
@@ -250,7 +250,7 @@ def test_a_request_from_another_process_is_seen_within_a_second(tmp_path: Path, 
     loop = Loop(every=1000, run_dir=tmp_path).go(24)
     assert counted[-1] == 23
     assert loop.monitor._runtime.loop is not None
-    loop.monitor._runtime.loop.stretch._due = 0.0
+    loop.monitor._runtime.loop.program._due = 0.0
     loop.go(3)
     assert counted[-2:] == [24, 26]  # the first one ends the stretch, the next one is followed
 

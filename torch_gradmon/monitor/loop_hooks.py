@@ -8,8 +8,6 @@ import sys
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from threading import get_ident
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +19,12 @@ from torch.optim import Optimizer
 from ..capture.gradients import GradScale, calling_scaler
 from ..capture.hooks import Handles, Hook, ModuleHook, WrappedMethod, takes_hooks, untraced_by_itself
 from ..core.errors import WarningLog
-from ..core.torch_modes import capture_check, is_accumulating
+from ..core.torch_modes import is_accumulating
 from ..core.validation import inside
-from ..step.active_step import ActiveStep
 from ..step.model_index import Place, parameters_of
 from ..step.ranks import is_dtensor
 from .machine import StepsInBackward
-from .plugin_set import WATCHES
-from .steps import StepLifecycle
+from .program import StepProgram
 
 _has_grad, _running_task = torch.is_grad_enabled, torch._C._current_graph_task_id
 _interpreter, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
@@ -44,130 +40,6 @@ def weakly(method: Callable[..., Any], *extra: object) -> Callable[..., Any]:
         return original(*args, **kwargs) if alive is None else alive(original, *extra, *args, **kwargs)
 
     return around
-
-
-# --- Consecutive idle steps in which hooks do no more than count ---
-
-
-#: The longest time without a look at requests from other processes, in seconds.
-LONGEST = 1.0
-
-
-class IdleStretch:
-    """Steps after an idle one that are certain to be idle as well, in a loop whose habits are known.
-
-    Each event that such a step does not have ends the stretch before the event is handled: from there on the loop is followed as if it
-    had always been. The last idle step before a monitored one is never part of a stretch, so that hooks are there in time. Nothing here
-    is guarded by the fence: there is nothing that could fail.
-
-    Attributes:
-        left: the number of steps that are left.
-        depth: how many calls of each optimizer's step are running, by its id.
-    """
-
-    def __init__(self, lifecycle: StepLifecycle) -> None:
-        self._lifecycle, self._state = lifecycle, lifecycle.state
-        self._values, self._plugins, self._fence = lifecycle.values, lifecycle.plugins, lifecycle.fence
-        self.left = self._missed = self._forwards = self._thread = self._key = 0
-        # calls of the model since the last followed step of an optimizer, and the most between two
-        self._followed = self._most = 0
-        self._due = self._spent = 0.0
-        self.depth: dict[int, int] = {}
-        self._captures, self._detail, self._watchers = capture_check(), self._plugins.built_in.detail, self._plugins.watchers
-
-    def begin(self, steps: int) -> None:
-        self.left, self._thread, self._due = steps, get_ident(), perf_counter() + LONGEST
-
-    def stop(self) -> None:
-        if self.left:
-            self.left = 0
-            self._leave()
-
-    def _leave(self) -> None:
-        if self._forwards and self._state.is_open:
-            self._state.patterns.called_in_training = True
-        if (self._missed or self._forwards) and self._state.step is not None:
-            self._lifecycle.active = ActiveStep(self._state.step)
-            if not self._state.is_open:
-                self._state.leave_idle(self._key)
-        self._fence.add_time(self._spent)
-        self._spent = 0.0
-
-    def wake(self) -> None:
-        """The same, and the audit knows at once what it has missed."""
-        if self.left or self._missed or self._forwards:
-            self.stop()
-            self.catch_up()
-
-    def catch_up(self) -> None:
-        if self._missed or self._forwards:
-            missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
-            if missed:
-                self._plugins.tell("audit", "on_missed", missed)
-            self._followed += forwards
-            for _ in range(forwards):
-                self._plugins.tell("audit", "on_forward")
-
-    def forward_followed(self) -> None:
-        self.catch_up()
-        self._followed += 1
-
-    def step_followed(self) -> None:
-        self._most, self._followed = max(self._most, self._followed), 0
-
-    # --- hooks: their code and data have left the cache since the last step, so each call and each object counts. Each returns whether
-    # that is all, else the loop is followed again
-
-    def forward_began(self, module: nn.Module) -> bool:
-        if not _has_grad() or _running_task() != -1:
-            return True  # evaluation, or a recomputation
-        if _interpreter() is not None or _tracing_state() is not None:
-            return True  # a transform, or a trace
-        began, state = perf_counter(), self._state
-        is_usual = self._forwards < self._most  # else another optimizer may step now
-        is_odd = not is_usual or not module.training or get_ident() != self._thread
-        is_odd = is_odd or (self._captures is not None and self._captures())
-        is_odd = is_odd or self._detail.watches_idle_steps or (len(self._watchers) > 0 and any(map(WATCHES, self._watchers)))
-        if is_odd or state.progress.begun:
-            self.stop()
-            return False
-        if not state.is_open:
-            state.open_idle()
-        self._forwards += 1
-        self._spent += perf_counter() - began
-        return True
-
-    def step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        state, key = self._state, id(optimizer)
-        is_odd = not state.is_open or len(args) > 1 or bool(kwargs or state.progress.begun)
-        is_odd = is_odd or getattr(optimizer, "found_inf", None) is not None
-        is_odd = is_odd or (self._captures is not None and self._captures())
-        is_odd = is_odd or self._detail.watches_idle_steps or (len(self._watchers) > 0 and any(map(WATCHES, self._watchers)))
-        if is_odd or _running_task() != -1:
-            self.stop()
-            return False
-        state.progress.begun.add(key)
-        self.depth[key] = 1
-        return True
-
-    def step_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        began, state, key = perf_counter(), self._state, id(optimizer)
-        if not state.is_open or key not in state.progress.begun:
-            self.stop()
-            return False
-        state.close_idle(key)
-        self._key = key
-        if self._values.tags:
-            self._values.tags = {}
-        self.depth[key] = self._forwards = 0
-        self._missed += 1
-        ended = perf_counter()
-        self._spent += ended - began
-        self.left -= 1
-        if ended >= self._due or self.left <= 0:  # below if another thread has stopped it
-            self.left = 0
-            self._leave()
-        return True
 
 
 # --- Wrappers around optimizers ---
@@ -360,8 +232,8 @@ class OptimizerHooks:
     """
 
     def __init__(self, loop: Any, wrappers: Iterable[tuple[Any, Optimizer]], container: nn.Module | None = None) -> None:
-        self._loop, self._fence, self._stretch = loop, loop.fence, loop.stretch
-        self._depth: dict[int, int] = self._stretch.depth
+        self._loop, self._fence, self._program = loop, loop.fence, loop.program
+        self._depth: dict[int, int] = self._program.depth
         self.may_skip = loop.lifecycle.plugins.has("before_optimizer_step")
         self.in_closure = self.is_shielded = self._is_odd = False
         self.holds = GradientHolds(self._fence.complaints)
@@ -375,28 +247,32 @@ class OptimizerHooks:
                 self._wrapped.append(_WrappedStep(outer, "step", weakly(self._wrapper_called, weakref.ref(inner))))
         self._handles = Handles()
         self._around_last: dict[int, StepHook] = {}  # the wrapper of the last hook before each optimizer's step
-        over = functools.partial(self._fence.run, self._step_ended)
+        over = functools.partial(self._fence.run, self.ended)
         self._shielded: dict[str, StepHook] = {"called": self._step_called, "before": self._before, "after": over}
         kept = loop, container
         for optimizer in loop.ownership.alive():
             # the only strong references: a monitor without others lives as long as its optimizer
-            before = self._strongly(kept, "called", self._stretch.step_began)
-            after = self._strongly(kept, "after", self._stretch.step_ended)
+            before = self._strongly(kept, "called", self._program.idle_step_began, self._program.step_began)
+            after = self._strongly(kept, "after", self._program.idle_step_ended, self._program.step_ended)
             self._handles.of_optimizer(optimizer.register_step_pre_hook(before))
             self._handles.of_optimizer(optimizer.register_step_post_hook(after))
             _put_first(optimizer)
         self.shield()
 
-    def _strongly(self, kept: object, name: str, counts: StepHook) -> StepHook:
-        method, shielded, stretch, is_after = self._shielded[name], self._shielded, self._stretch, name == "after"
+    def _strongly(self, kept: object, name: str, counts: StepHook, takes: StepHook) -> StepHook:
+        """A hook that keeps ``kept`` alive, and gives the step to the program, which ``counts`` it or ``takes`` it, or to the loop."""
+        method, shielded, program, is_after = self._shielded[name], self._shielded, self._program, name == "after"
+        fenced = self._fence.run
 
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if torch.compiler.is_dynamo_compiling():  # else the shield would cost a tenth of a step that is not monitored
                 return shielded[name](optimizer, args, kwargs)
             # with others on the step, the last of them may be behind ours, and one that raises prevents the step
-            is_alone = is_after or len(getattr(optimizer, "_optimizer_step_pre_hooks", ())) == 1
-            if is_alone and stretch.left and counts(optimizer, args, kwargs):
-                return None
+            if is_after or len(getattr(optimizer, "_optimizer_step_pre_hooks", ())) == 1:
+                if program.left and counts(optimizer, args, kwargs):
+                    return None
+                if program.is_ready:
+                    return fenced(takes, optimizer, args, kwargs)
             return method(optimizer, args, kwargs)
 
         untraced_by_itself(hook)
@@ -457,7 +333,7 @@ class OptimizerHooks:
             if not self._in_wrapper[id(optimizer)]:
                 has_stepped = id(optimizer) in self._stepped_inside
                 self._stepped_inside.discard(id(optimizer))
-                self._fence.run(self._step_ended if has_stepped else self._loop.wrapper_ended, optimizer)
+                self._fence.run(self.ended if has_stepped else self._loop.wrapper_ended, optimizer)
 
     # --- before the step -----------------------------------------------------------------------------------------------------
 
@@ -488,11 +364,11 @@ class OptimizerHooks:
         return None
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stretch.left and self._stretch.step_began(optimizer, args, kwargs):
+        if self._program.left and self._program.idle_step_began(optimizer, args, kwargs):
             return None
-        return self._fence.run(self._step_began, optimizer, args, kwargs)
+        return self._fence.run(self.began, optimizer, args, kwargs)
 
-    def _step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
         self._is_odd |= depth > 1
         if depth > 1:  # a subclass whose step calls super().step fires the hooks twice
@@ -533,7 +409,7 @@ class OptimizerHooks:
 
     # --- after the step ------------------------------------------------------------------------------------------------------
 
-    def _step_ended(self, optimizer: Optimizer, *_: object) -> None:
+    def ended(self, optimizer: Optimizer, *_: object) -> None:
         depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)
         if self._in_wrapper[id(optimizer)] and not depth:
             self._stepped_inside.add(id(optimizer))
@@ -839,7 +715,10 @@ class BackwardHooks:
     def _report_end(self) -> None:
         # at the end of a pass a running node belongs to an outer one, as in re-entrant checkpoints
         is_nested = torch._C._current_autograd_node() is not None
-        self._loop.backward_ended(is_nested)
+        if self._loop.program.is_ready and not is_nested:
+            self._loop.program.backward_ended()
+        else:
+            self._loop.backward_ended(is_nested)
         if not is_nested:
             self.awaited.clear()  # also of passes that were interrupted
 
@@ -848,18 +727,21 @@ class BackwardHooks:
 
 
 class _RootHook(ModuleHook):
-    """Calls ``method`` unless the call of the model is one that is only counted."""
+    """Calls ``method`` unless the ``program`` takes the call of the model."""
 
-    def __init__(self, method: Callable[..., Any], stretch: IdleStretch) -> None:
+    def __init__(self, method: Callable[..., Any], program: StepProgram) -> None:
         super().__init__(method)
-        self._stretch = weakref.ref(stretch)
+        self._program = weakref.ref(program)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return None
-        stretch = self._stretch()
-        if stretch is not None and stretch.left and not _dispatch_modes() and stretch.forward_began(args[0]):
-            return None
+        program = self._program()
+        if program is not None and not _dispatch_modes():
+            if program.left and program.idle_forward_began(args[0]):
+                return None
+            if program.is_ready:
+                return program.fence.run(program.forward_began, args[0])
         return super().__call__(*args)
 
 
@@ -873,19 +755,19 @@ class ModelHooks:
         self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
         self._handles = Handles()
         if takes_hooks(module):
-            self._handles.of_module(module.register_forward_pre_hook(_RootHook(self._forward_hook, loop.stretch)))
+            self._handles.of_module(module.register_forward_pre_hook(_RootHook(self._forward_hook, loop.program)))
 
     def remove(self) -> None:
         self._handles.remove()
 
     def _forward_hook(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        self._fence.run(self._root_called, module, True)
+        self._fence.run(self.called, module, True)
 
     def root_called(self, module: nn.Module) -> None:
         """The root is called, as another hook on it reports. Idempotent."""
-        self._fence.run(self._root_called, module, False)
+        self._fence.run(self.called, module, False)
 
-    def _root_called(self, module: nn.Module, by_own_hook: bool) -> None:
+    def called(self, module: nn.Module, by_own_hook: bool) -> None:
         if self._optimizers.may_skip and module.training and _running_task() == -1 and self._loop.machine.moves_buffers():
             self._loop.lifecycle.plugins.tell("policy", "before_forward", module)
         if self.forward_began(module, by_own_hook) and by_own_hook:

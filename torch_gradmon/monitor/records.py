@@ -635,17 +635,16 @@ class RecordPipeline:
         """Step ``begins`` is about to open: nothing more comes for the one that ended last, whose record enters if it is ready, or if a
         sink that is not deferred or ``on_spike`` awaits it. Waits for the values of the step before that one.
         """
-        if self.waiting:  # else there is no need to know whether anything awaits it
-            for pending in self.waiting:
-                pending.seal()
-            if self.publisher.is_awaited(self._state.ended or 0) or self._on_spike not in (None, "warn"):
-                self.enter()
-            while self.waiting and (len(self.waiting) > 1 or self._is_ready(self.waiting[0], begins)):
-                start = time.perf_counter()
-                self.waiting[0].readback.arrival.wait()
-                # the device is two steps behind, and it is the training that waits here rather than elsewhere
-                self._fence.exclude_time(time.perf_counter() - start)
-                self.enter(only_oldest=True)
+        for pending in self.waiting:
+            pending.seal()
+        if self.publisher.is_awaited(self._state.ended or 0) or self._on_spike not in (None, "warn"):
+            self.enter()
+        while self.waiting and (len(self.waiting) > 1 or self._is_ready(self.waiting[0], begins)):
+            start = time.perf_counter()
+            self.waiting[0].readback.arrival.wait()
+            # the device is two steps behind, and it is the training that waits here rather than elsewhere
+            self._fence.exclude_time(time.perf_counter() - start)
+            self.enter(only_oldest=True)
 
     def _is_ready(self, pending: PendingStep, begins: int) -> bool:
         return begins >= pending.step + 2 if self.ranks_synchronised else pending.readback.arrival.is_ready()

@@ -28,9 +28,10 @@ from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS, parameters_of
 from ..step.planner import PRESETS, Planner, PresetName
 from ..step.plugin import OptimizerContext, Plugin
-from .loop_hooks import BackwardHooks, IdleStretch, ModelHooks, OptimizerHooks, ScalerHooks, is_container, weakly
+from .loop_hooks import BackwardHooks, ModelHooks, OptimizerHooks, ScalerHooks, is_container, weakly
 from .machine import StepCycle, StepMachine
 from .plugin_set import BuiltInPlugins
+from .program import StepProgram
 from .steps import StepLifecycle, link, linkable
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ class Ownership:
         all_positions: all of these, ascending.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], stretch: IdleStretch) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], program: StepProgram) -> None:
         self.order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
-        wake = weakref.WeakMethod(stretch.stop)  # else the loss of an optimizer would show only after the stretch
+        wake = weakref.WeakMethod(program.stop)  # else the loss of an optimizer would show only after the stretch
         self._references: dict[Hashable, weakref.ref[Optimizer]] = {
             id(each): weakref.ref(each, lambda _: (stop := wake()) and stop()) for each in optimizers
         }
@@ -167,8 +168,8 @@ class FollowedLoop:
         self._audit = self._plugins.built_in.audit
         self.is_orphaned, self._is_due = False, True
         self._accumulated: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}  # a gradient of an optimizer, and its version
-        self.stretch = IdleStretch(lifecycle)
-        self.ownership = Ownership(optimizers, self.stretch)
+        self.program = StepProgram(self, optimizers[0])
+        self.ownership = Ownership(optimizers, self.program)
         self.optimizer_hooks = OptimizerHooks(self, wrappers, module if is_container(module) else None)
         self.scaler_hooks = ScalerHooks(self, scaler)
         self.backward_hooks = BackwardHooks(self)
@@ -285,7 +286,7 @@ class FollowedLoop:
         """The model is called in training, perhaps in evaluation mode. ``counts``: no other hook reports this call."""
         if self.fence.is_captured:
             self.fence.left_graph()
-        self.stretch.forward_followed()
+        self.program.forward_followed()
         if counts:
             self._plugins.call_one(self._audit, self._audit.on_forward)
         self.machine.forward_began(in_eval, in_closure)
@@ -344,7 +345,7 @@ class FollowedLoop:
         """The optimizer is about to step, or to call its closure; whether it must change nothing. ``within`` a backward pass."""
         if self.fence.is_captured:
             self.fence.left_graph()
-        self.stretch.catch_up()
+        self.program.catch_up()
         if within:
             self.backward_hooks.optimizer_steps(optimizer)
         self.scaler_hooks.step_began(optimizer, takes_values=not self.state.is_open or self.lifecycle.has_values)
@@ -359,12 +360,13 @@ class FollowedLoop:
 
     def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
         """The optimizer has stepped, unless ``found_inf`` (of a fused optimizer under a GradScaler) is not zero."""
-        self.stretch.step_followed()
+        self.program.step_followed()
         self._plugins.call_one(self._audit, self._audit.on_optimizer_stepped, optimizer)
         self._plugins.tell("replicas", "on_optimizer_stepped", optimizer)
         if found_inf is not None and not within:
             self.lifecycle.values.note_overflow(found_inf)
         self.machine.step_ended(id(optimizer), within, self.scaler_hooks.in_step)
+        self.program.look_again()
 
     def step_overflowed(self, optimizer: Optimizer) -> None:
         self._plugins.tell("audit", "on_optimizer_overflowed", optimizer)

@@ -314,7 +314,8 @@ class StepLifecycle:
         built_in = self.plugins.built_in
         if built_in.detail.watches_idle_steps:
             self.plugins.tell("detail", "before_step", step)
-        self.pipeline.seal(step)
+        if self.pipeline.waiting:
+            self.pipeline.seal(step)
         self.pipeline.finish()
         self.pipeline.publisher.publish()
         if built_in.recorder is not None:
@@ -338,7 +339,8 @@ class StepLifecycle:
 
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
         """Begin ``step``; ``is_tentative``: a call in evaluation mode opens it; ``hides_forward``: no hook saw its forward."""
-        self.wake()
+        if self.loop is not None:
+            self.loop.program.end_idle()
         active = self.active = ActiveStep(step, self.state.stride)
         passes = self.captures.passes
         active.mode = self.mode_of(step)
@@ -608,7 +610,7 @@ class StepLifecycle:
         if (loop := self.loop) is None or not self.is_bare or (modules is not None and modules.hooks.on_root):
             return
         if loop.optimizer_hooks.are_plain and loop.scaler is None:
-            loop.stretch.begin(steps)
+            loop.program.begin(steps)
 
     def replan(self, drop_hooks: bool = False) -> None:
         """What is measured changed: register the hooks for it now, or leave that to the next step where there is time."""
@@ -629,7 +631,7 @@ class StepLifecycle:
     def wake(self) -> None:
         """What is measured may have changed, or which steps are monitored: follow the loop again."""
         if self.loop is not None:
-            self.loop.stretch.wake()
+            self.loop.program.wake()
 
     def install(self, on_modules: bool = True) -> None:
         """Register the hooks that monitored steps need, where they are missing; ``on_modules`` too, or on parameters only."""

@@ -302,7 +302,7 @@ class LiveDetail(Plugin):
 
     @property
     def may_miss(self) -> int:  # type: ignore[override]
-        """All idle steps while no request is known; a look at the file is due after a second, see :class:`IdleStretch`."""
+        """All idle steps while no request is known; a look at the file is due after a second, see :class:`StepProgram`."""
         return 0 if self.watches_idle_steps or self.in_force is not None else sys.maxsize
 
     def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:

@@ -1,0 +1,289 @@
+"""The short ways through steps in which nothing unusual happens: those that are only counted, and those that are measured."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from threading import get_ident
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..capture.gradients import calling_scaler
+from ..core.torch_modes import capture_check
+from ..step.active_step import ActiveStep
+from ..step.model_index import PLAIN_GRADIENTS
+from .plugin_set import WATCHES
+
+if TYPE_CHECKING:
+    from .runtime import FollowedLoop
+
+_has_grad, _running_task = torch.is_grad_enabled, torch._C._current_graph_task_id
+_interpreter, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+
+#: The longest time without a look at requests from other processes, in seconds.
+LONGEST = 1.0
+#: Steps of the general path that show the habits of a loop, before others are taken for as usual.
+AFTER = 2
+
+
+class StepProgram:
+    """Takes the events of steps that are as usual from the hooks, in place of the step machine and the life cycle of steps, and does what
+    these would do, without their questions.
+
+    *Idle steps*, behind an idle one in a loop whose habits are known, that are certain to be idle as well are only counted. Each event
+    that such a step does not have ends the stretch before the event is handled: from there on the loop is followed as if it had always
+    been. The last idle step before a monitored one is never part of a stretch, so that hooks are there in time. Nothing there is guarded
+    by the fence: there is nothing that could fail.
+
+    *Usual steps* are monitored ones in which one optimizer, without closure, wrapper and scaler, steps once behind one or more backward
+    passes in training mode. Each method leaves everything as the general path would have left it, so that each event can come to either;
+    and what is not as usual is handed over before anything has changed.
+
+    Attributes:
+        left: the number of idle steps that are left.
+        is_ready: the events of usual steps may come here.
+        depth: how many calls of each optimizer's step are running, by its id.
+    """
+
+    def __init__(self, loop: FollowedLoop, optimizer: Optimizer) -> None:
+        lifecycle = loop.lifecycle
+        self._loop, self._lifecycle, self._state, self.fence = loop, lifecycle, lifecycle.state, lifecycle.fence
+        self._values, self._plugins, self._planner = lifecycle.values, lifecycle.plugins, lifecycle.planner
+        self._captures_graph, self._detail, self._watchers = (
+            capture_check(),
+            self._plugins.built_in.detail,
+            self._plugins.watchers,
+        )
+        self.depth: dict[int, int] = {}
+        self.left = self._missed = self._forwards = self._thread = 0
+        # calls of the model since the last followed step of an optimizer, and the most between two
+        self._followed = self._most = 0
+        self._due = self._spent = 0.0
+        self.is_ready, self._version, self._until_ready = False, -1, AFTER
+        self._optimizer, self._key = weakref.ref(optimizer), id(optimizer)
+
+    def wake(self) -> None:
+        """What is measured may have changed, or which steps are monitored."""
+        self.is_ready = False
+        self.end_idle()
+
+    # --- idle steps --------------------------------------------------------------------------------------------------------------
+
+    def begin(self, steps: int) -> None:
+        self.left, self._thread, self._due = steps, get_ident(), perf_counter() + LONGEST
+
+    def stop(self) -> None:
+        if self.left:
+            self.left = 0
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._forwards and self._state.is_open:
+            self._state.patterns.called_in_training = True
+        if (self._missed or self._forwards) and self._state.step is not None:
+            self._lifecycle.active = ActiveStep(self._state.step)
+            if not self._state.is_open:
+                self._state.leave_idle(self._key)
+        self.fence.add_time(self._spent)
+        self._spent = 0.0
+
+    def end_idle(self) -> None:
+        """Follow the loop again; the audit knows at once what it has missed."""
+        if self.left or self._missed or self._forwards:
+            self.stop()
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        if self._missed or self._forwards:
+            missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
+            if missed:
+                self._plugins.tell("audit", "on_missed", missed)
+            self._followed += forwards
+            for _ in range(forwards):
+                self._plugins.tell("audit", "on_forward")
+
+    def forward_followed(self) -> None:
+        self.catch_up()
+        self._followed += 1
+
+    def step_followed(self) -> None:
+        self._most, self._followed = max(self._most, self._followed), 0
+
+    # their code and data have left the cache since the last step, so each call and each object counts. Each returns whether that is all,
+    # else the loop is followed again
+
+    def idle_forward_began(self, module: nn.Module) -> bool:
+        if not _has_grad() or _running_task() != -1:
+            return True  # evaluation, or a recomputation
+        if _interpreter() is not None or _tracing_state() is not None:
+            return True  # a transform, or a trace
+        began, state = perf_counter(), self._state
+        is_usual = self._forwards < self._most  # else another optimizer may step now
+        is_odd = not is_usual or not module.training or get_ident() != self._thread
+        is_odd = is_odd or (self._captures_graph is not None and self._captures_graph())
+        is_odd = is_odd or self._detail.watches_idle_steps or (len(self._watchers) > 0 and any(map(WATCHES, self._watchers)))
+        if is_odd or state.progress.begun:
+            self.stop()
+            return False
+        if not state.is_open:
+            state.open_idle()
+        self._forwards += 1
+        self._spent += perf_counter() - began
+        return True
+
+    def idle_step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        state, key = self._state, self._key
+        is_odd = not state.is_open or len(args) > 1 or bool(kwargs or state.progress.begun)
+        is_odd = is_odd or getattr(optimizer, "found_inf", None) is not None
+        is_odd = is_odd or (self._captures_graph is not None and self._captures_graph())
+        is_odd = is_odd or self._detail.watches_idle_steps or (len(self._watchers) > 0 and any(map(WATCHES, self._watchers)))
+        if is_odd or _running_task() != -1:
+            self.stop()
+            return False
+        state.progress.begun.add(key)
+        self.depth[key] = 1
+        return True
+
+    def idle_step_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        began, state, key = perf_counter(), self._state, self._key
+        if not state.is_open or key not in state.progress.begun:
+            self.stop()
+            return False
+        state.close_idle(key)
+        if self._values.tags:
+            self._values.tags = {}
+        self.depth[key] = self._forwards = 0
+        self._missed += 1
+        ended = perf_counter()
+        self._spent += ended - began
+        self.left -= 1
+        if ended >= self._due or self.left <= 0:  # below if another thread has stopped it
+            self.left = 0
+            self._leave()
+        return True
+
+    # --- usual steps, inside of the fence ------------------------------------------------------------------------------------------
+
+    def look_again(self) -> None:
+        """A step was followed to its end. It may have been the last one that differs from others."""
+        self._until_ready -= 1
+        self._version, self.is_ready = self._planner.version, self._until_ready <= 0 and self._are_usual()
+
+    def _are_usual(self) -> bool:
+        loop, lifecycle, state, index = self._loop, self._lifecycle, self._state, self._planner.inventory
+        is_plain = state.is_plain and state.in_backward.is_settled and not (state.patterns.is_first or state.is_paused)
+        is_plain = is_plain and loop.optimizer_hooks.are_plain and not loop.optimizer_hooks.may_skip and loop.scaler is None
+        if not is_plain or self._planner.source is not PLAIN_GRADIENTS or index is None:
+            return False
+        return (
+            not (index.spread or index.homes or index.foreign)
+            and lifecycle.captures.modules is None
+            and lifecycle.exchange.ranks.count == 1
+        )
+
+    def _is_odd(self, optimizer: Optimizer | None) -> bool:
+        """Whether the optimizer is gone, a scaler drives it, or what is measured was planned anew since the last look."""
+        is_scaled = getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
+        return (
+            is_scaled or optimizer is None or self._loop.scaler_hooks.scaler is not None or self._version != self._planner.version
+        )
+
+    def forward_began(self, module: nn.Module) -> None:
+        """The model is called."""
+        lifecycle, state, hooks, step = self._lifecycle, self._state, self._loop.optimizer_hooks, self._state.next_step
+        progress, patterns = state.progress, state.patterns
+        is_usual = self.fence.had_grad and module.training and _running_task() == -1
+        is_usual = is_usual and _interpreter() is None and _tracing_state() is None
+        is_usual = is_usual and not (hooks.in_closure or hooks.holds.held or patterns.is_undecided or self.fence.is_captured)
+        is_usual = is_usual and (hooks.is_shielded or "torch._dynamo" not in sys.modules)
+        if state.is_open:
+            is_usual = is_usual and not (
+                progress.has_stepped or progress.is_tentative or progress.parts or state.in_backward.any_now
+            )
+        else:
+            is_usual = is_usual and state.leads and state.step is not None and step > state.step and lifecycle.cadence.wants(step)
+        if not is_usual or self._is_odd(self._optimizer()):
+            self._loop.model_hooks.called(module, True)
+            return
+        hooks.heal()
+        self.forward_followed()
+        audit = self._plugins.built_in.audit
+        self._plugins.call_one(audit, audit.on_forward)
+        if not state.is_open:
+            patterns.hides_forward = False
+            lifecycle.seal(step)
+            state.open(step, is_tentative=False)
+            lifecycle.open(step, is_tentative=False, hides_forward=False)
+        patterns.called_in_training = True
+        lifecycle.captures.training_began()
+
+    def backward_ended(self) -> None:
+        """A backward pass is over that is no part of another one."""
+        loop, state, progress = self._loop, self._state, self._state.progress
+        is_usual = state.is_open and not (state.is_paused or progress.is_tentative or progress.parts or progress.done)
+        if not is_usual or state.in_backward.any_now or state.in_backward.known or self._is_odd(self._optimizer()):
+            loop.backward_ended(is_nested=False)
+            return
+        audit = self._plugins.built_in.audit
+        self._plugins.call_one(audit, audit.on_backward_ended)
+        state.count_backward()
+        if not loop.machine.expects_more():
+            self._lifecycle.captures.gradients.before_clip(loop.ownership.all_positions, None)
+
+    def step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The optimizer is about to step."""
+        loop, state, key, active, hooks = self._loop, self._state, self._key, self._lifecycle.active, self._loop.optimizer_hooks
+        progress, captures = state.progress, self._lifecycle.captures
+        is_usual = (
+            state.is_open and progress.backwards > 0 and not (progress.has_stepped or progress.is_tentative or progress.parts)
+        )
+        is_usual = is_usual and not (args[1:] or kwargs or progress.parameters_measured or progress.raised or self.depth.get(key))
+        is_usual = is_usual and not (state.in_backward.any_now or loop.backward_hooks.awaited or self.fence.is_captured)
+        is_usual = is_usual and _running_task() == -1 and not loop.machine.expects_more() and calling_scaler() is None
+        if not is_usual or active is None or active.buffer is None or self._is_odd(optimizer):
+            return hooks.began(optimizer, args, kwargs)
+        self.depth[key] = 1
+        self.catch_up()
+        loop.scaler_hooks.called.add(key)
+        self._plugins.call("on_optimizer_step", optimizer, False)
+        state.in_backward.outside.add(key)
+        progress.begun.add(key)
+        for number, group in enumerate(optimizer.param_groups):
+            self._lifecycle.note(f"lr/0/{number}", group.get("lr"))
+        progress.parameters_measured = True
+        captures.parameters.measure(loop.ownership.all_positions)
+        captures.parameters.before_step(loop.ownership.all_positions, as_measured=True)
+        captures.gradients.after_clip(loop.ownership.owned[key], None)
+        if loop.ownership.unowned:
+            captures.gradients.after_clip(loop.ownership.unowned, None)
+        progress.done.add(key)
+        return None
+
+    def step_ended(self, optimizer: Optimizer, *_: object) -> None:
+        """The optimizer has stepped."""
+        loop, state, key, plugins = self._loop, self._state, self._key, self._plugins
+        progress, patterns = state.progress, state.patterns
+        is_usual = state.is_open and state.leads and progress.begun == progress.done == {key} and self.depth.get(key) == 1
+        is_usual = is_usual and not (progress.times or progress.parts or progress.overflowed or progress.is_attempted)
+        is_usual = is_usual and not (loop.optimizer_hooks.holds.held or state.in_backward.any_now) and _running_task() == -1
+        if not is_usual or not self._lifecycle.has_values or self._is_odd(optimizer):
+            loop.optimizer_hooks.ended(optimizer)
+            return
+        self.depth[key] = 0
+        self.step_followed()
+        audit = plugins.built_in.audit
+        plugins.call_one(audit, audit.on_optimizer_stepped, optimizer)
+        plugins.tell("replicas", "on_optimizer_stepped", optimizer)
+        progress.begun.clear()
+        progress.in_part.add(key)
+        progress.times[key], progress.latest = 1, key
+        patterns.backwards_at_step, patterns.backward_since = progress.backwards, False
+        self._lifecycle.captures.parameters.after_step(loop.ownership.owned[key], optimizer)
+        state.attempt()
+        self._lifecycle.attempt_ended(is_overflowed=False)
+        state.close()
+        self._lifecycle.close(is_overflowed=False)
