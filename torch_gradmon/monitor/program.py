@@ -63,7 +63,7 @@ class StepProgram:
         # calls of the model since the last followed step of an optimizer, and the most between two
         self._followed = self._most = 0
         self._due = self._spent = 0.0
-        self.is_ready, self._version, self._until_ready = False, -1, AFTER
+        self.is_ready, self._until_ready = False, AFTER
         self._optimizer, self._key = weakref.ref(optimizer), id(optimizer)
 
     def wake(self) -> None:
@@ -171,7 +171,7 @@ class StepProgram:
     def look_again(self) -> None:
         """A step was followed to its end. It may have been the last one that differs from others."""
         self._until_ready -= 1
-        self._version, self.is_ready = self._planner.version, self._until_ready <= 0 and self._are_usual()
+        self.is_ready = self._until_ready <= 0 and self._are_usual()
 
     def _are_usual(self) -> bool:
         loop, lifecycle, state, index = self._loop, self._lifecycle, self._state, self._planner.inventory
@@ -185,13 +185,6 @@ class StepProgram:
             and lifecycle.exchange.ranks.count == 1
         )
 
-    def _is_odd(self, optimizer: Optimizer | None) -> bool:
-        """Whether the optimizer is gone, a scaler drives it, or what is measured was planned anew since the last look."""
-        is_scaled = getattr(optimizer, "found_inf", None) is not None or getattr(optimizer, "grad_scale", None) is not None
-        return (
-            is_scaled or optimizer is None or self._loop.scaler_hooks.scaler is not None or self._version != self._planner.version
-        )
-
     def forward_began(self, module: nn.Module) -> None:
         """The model is called."""
         lifecycle, state, hooks, step = self._lifecycle, self._state, self._loop.optimizer_hooks, self._state.next_step
@@ -199,18 +192,19 @@ class StepProgram:
         is_usual = self.fence.had_grad and module.training and _running_task() == -1
         is_usual = is_usual and _interpreter() is None and _tracing_state() is None
         is_usual = is_usual and not (hooks.in_closure or hooks.holds.held or patterns.is_undecided or self.fence.is_captured)
-        is_usual = is_usual and (hooks.is_shielded or "torch._dynamo" not in sys.modules)
+        is_usual = is_usual and (hooks.is_shielded or "torch._dynamo" not in sys.modules) and self._optimizer() is not None
         if state.is_open:
-            is_usual = is_usual and not (
-                progress.has_stepped or progress.is_tentative or progress.parts or state.in_backward.any_now
-            )
+            is_usual = is_usual and not (progress.is_attempted or progress.begun or progress.done or progress.overflowed)
+            is_usual = is_usual and not (progress.is_tentative or progress.parts or state.in_backward.any_now)
         else:
-            is_usual = is_usual and state.leads and state.step is not None and step > state.step and lifecycle.cadence.wants(step)
-        if not is_usual or self._is_odd(self._optimizer()):
+            is_usual = is_usual and not (state.is_manual or state.is_paused) and state.step is not None and step > state.step
+        if not is_usual:
             self._loop.model_hooks.called(module, True)
             return
-        hooks.heal()
-        self.forward_followed()
+        self.depth.clear()
+        if self._missed or self._forwards:
+            self.catch_up()
+        self._followed += 1
         audit = self._plugins.built_in.audit
         self._plugins.call_one(audit, audit.on_forward)
         if not state.is_open:
@@ -219,62 +213,68 @@ class StepProgram:
             state.open(step, is_tentative=False)
             lifecycle.open(step, is_tentative=False, hides_forward=False)
         patterns.called_in_training = True
-        lifecycle.captures.training_began()
+        lifecycle.captures.passes.training_began(end_is_seen=False)
 
     def backward_ended(self) -> None:
         """A backward pass is over that is no part of another one."""
         loop, state, progress = self._loop, self._state, self._state.progress
         is_usual = state.is_open and not (state.is_paused or progress.is_tentative or progress.parts or progress.done)
-        if not is_usual or state.in_backward.any_now or state.in_backward.known or self._is_odd(self._optimizer()):
+        is_usual = is_usual and not (state.in_backward.any_now or state.in_backward.known)
+        if not is_usual or self._optimizer() is None:
             loop.backward_ended(is_nested=False)
             return
         audit = self._plugins.built_in.audit
         self._plugins.call_one(audit, audit.on_backward_ended)
         state.count_backward()
-        if not loop.machine.expects_more():
+        if progress.backwards >= (state.patterns.fewest_backwards or 0) or not loop.machine.expects_more():
             self._lifecycle.captures.gradients.before_clip(loop.ownership.all_positions, None)
 
     def step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The optimizer is about to step."""
-        loop, state, key, active, hooks = self._loop, self._state, self._key, self._lifecycle.active, self._loop.optimizer_hooks
-        progress, captures = state.progress, self._lifecycle.captures
-        is_usual = (
-            state.is_open and progress.backwards > 0 and not (progress.has_stepped or progress.is_tentative or progress.parts)
-        )
-        is_usual = is_usual and not (args[1:] or kwargs or progress.parameters_measured or progress.raised or self.depth.get(key))
+        loop, state, key, active = self._loop, self._state, self._key, self._lifecycle.active
+        progress, captures, ownership = state.progress, self._lifecycle.captures, loop.ownership
+        is_usual = state.is_open and not (progress.is_attempted or progress.begun or progress.done or progress.overflowed)
+        is_usual = is_usual and not (progress.raised or progress.is_tentative or progress.parts or progress.parameters_measured)
+        is_usual = is_usual and progress.backwards >= (state.patterns.fewest_backwards or 1) and _running_task() == -1
         is_usual = is_usual and not (state.in_backward.any_now or loop.backward_hooks.awaited or self.fence.is_captured)
-        is_usual = is_usual and _running_task() == -1 and not loop.machine.expects_more() and calling_scaler() is None
-        if not is_usual or active is None or active.buffer is None or self._is_odd(optimizer):
-            return hooks.began(optimizer, args, kwargs)
+        is_usual = is_usual and not (args[1:] or kwargs or self.depth.get(key)) and getattr(optimizer, "grad_scale", None) is None
+        if not is_usual or active is None or active.buffer is None or calling_scaler() is not None:
+            return loop.optimizer_hooks.began(optimizer, args, kwargs)
         self.depth[key] = 1
-        self.catch_up()
+        if self._missed or self._forwards:
+            self.catch_up()
         loop.scaler_hooks.called.add(key)
         self._plugins.call("on_optimizer_step", optimizer, False)
         state.in_backward.outside.add(key)
         progress.begun.add(key)
         for number, group in enumerate(optimizer.param_groups):
-            self._lifecycle.note(f"lr/0/{number}", group.get("lr"))
+            rate = group.get("lr")
+            if type(rate) is float:
+                active.buffer.noted[f"lr/0/{number}"] = rate
+            else:
+                self._lifecycle.note(f"lr/0/{number}", rate)
         progress.parameters_measured = True
-        captures.parameters.measure(loop.ownership.all_positions)
-        captures.parameters.before_step(loop.ownership.all_positions, as_measured=True)
-        captures.gradients.after_clip(loop.ownership.owned[key], None)
-        if loop.ownership.unowned:
-            captures.gradients.after_clip(loop.ownership.unowned, None)
+        captures.parameters.measure(ownership.all_positions)
+        captures.parameters.before_step(ownership.all_positions, as_measured=True)
+        captures.gradients.after_clip(ownership.owned[key], None)
+        if ownership.unowned:
+            captures.gradients.after_clip(ownership.unowned, None)
         progress.done.add(key)
         return None
 
     def step_ended(self, optimizer: Optimizer, *_: object) -> None:
         """The optimizer has stepped."""
-        loop, state, key, plugins = self._loop, self._state, self._key, self._plugins
+        loop, state, key, plugins, active = self._loop, self._state, self._key, self._plugins, self._lifecycle.active
         progress, patterns = state.progress, state.patterns
-        is_usual = state.is_open and state.leads and progress.begun == progress.done == {key} and self.depth.get(key) == 1
-        is_usual = is_usual and not (progress.times or progress.parts or progress.overflowed or progress.is_attempted)
-        is_usual = is_usual and not (loop.optimizer_hooks.holds.held or state.in_backward.any_now) and _running_task() == -1
-        if not is_usual or not self._lifecycle.has_values or self._is_odd(optimizer):
+        is_usual = state.is_open and not (state.is_manual or state.is_paused) and self.depth.get(key) == 1
+        is_usual = is_usual and progress.begun == progress.done == {key} and not (progress.times or progress.parts)
+        is_usual = is_usual and not (progress.overflowed or progress.is_attempted or state.in_backward.any_now)
+        is_usual = is_usual and not loop.optimizer_hooks.holds.held and _running_task() == -1
+        if not is_usual or active is None or active.buffer is None or getattr(optimizer, "found_inf", None) is not None:
             loop.optimizer_hooks.ended(optimizer)
             return
         self.depth[key] = 0
-        self.step_followed()
+        self._most, self._followed = max(self._most, self._followed), 0
         audit = plugins.built_in.audit
         plugins.call_one(audit, audit.on_optimizer_stepped, optimizer)
         plugins.tell("replicas", "on_optimizer_stepped", optimizer)

@@ -96,7 +96,9 @@ class Ownership:
 
     def _group_sizes(self) -> list[int]:
         sizes = []
-        for optimizer in self.alive():
+        for reference in self._references.values():
+            if (optimizer := reference()) is None:
+                continue
             if self._source is not PLAIN_GRADIENTS:
                 sizes.append(len(self._source.tensors_of(optimizer)))
             else:

@@ -50,7 +50,7 @@ class Cadence:
         """
         if self._answer[0] != step:
             if self._asked[0] != step:
-                self._asked = step, bool(self.asked(step))
+                self._asked = step, step % self.every == 0 if self.every is not None else bool(self.asked(step))
             self._answer = step, self.plugins.wants(step, self._asked[1])
         return self._answer[1]
 
@@ -639,6 +639,8 @@ class StepLifecycle:
         if before == wanted or self.planner.module is None or self.planner.inventory is None:
             return
         self.installed_for, self.is_bare = wanted, False
+        if self.loop is not None:
+            self.loop.program.is_ready = False
         if on_modules:
             self._install_on_modules()
         else:
