@@ -163,7 +163,7 @@ def test_values_of_layers_equal_the_oracle_whatever_else_is_measured(
 def test_layers_cost_only_the_squares_before_clipping() -> None:
     model = _model()
     monitor = ModuleMonitor(model, layers="all").attach(_optimizer(model))
-    plans = monitor._runtime.planner.plans(0, monitor._runtime.factory.summary)
+    plans, _ = monitor._runtime.planner.plans(0, monitor._runtime.factory.summary)
     assert {source: plan.columns for source, plan in plans.items() if not plan.empty} == {
         "gradient_before_clip": {Column.COUNT, Column.SQUARE_SUM}
     }

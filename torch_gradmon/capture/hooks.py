@@ -357,7 +357,7 @@ class PassTracker:
 
     def root_began(self, module: nn.Module) -> bool:
         """Start a forward of the root. Returns whether it is training."""
-        self._note_call()
+        self.handled, PassTracker._last_called = id(sys.exc_info()[1]), self._sign
         self.builds_graph = torch.is_grad_enabled()
         self.root_trains = self.trains(module)
         self.forward_seen = True
@@ -370,15 +370,12 @@ class PassTracker:
 
     def training_began(self, end_is_seen: bool) -> None:
         """The root's training forward began, which its own hook may have missed; ``end_is_seen``: a hook will see its end."""
-        self._note_call()
+        self.handled, PassTracker._last_called = id(sys.exc_info()[1]), self._sign
         self.forward_seen = True
         if not self.counts_eval:
             self._root_trained, self.awaits_part = True, False
         if end_is_seen:
             self.root_trains = True
-
-    def _note_call(self) -> None:
-        self.handled, PassTracker._last_called = id(sys.exc_info()[1]), self._sign
 
     def ending(self) -> str:
         """The exception that ends the training now, as text; empty without one."""

@@ -45,6 +45,7 @@ class StepProgram:
 
     Attributes:
         left: the number of idle steps that are left.
+        is_behind: idle steps were counted, or will be, of which the audit does not know yet.
         is_ready: the events of usual steps may come here.
         depth: how many calls of each optimizer's step are running, by its id.
     """
@@ -63,18 +64,20 @@ class StepProgram:
         # calls of the model since the last followed step of an optimizer, and the most between two
         self._followed = self._most = 0
         self._due = self._spent = 0.0
+        self.is_behind = False
         self.is_ready, self._until_ready = False, AFTER
         self._optimizer, self._key = weakref.ref(optimizer), id(optimizer)
 
     def wake(self) -> None:
         """What is measured may have changed, or which steps are monitored."""
         self.is_ready = False
-        self.end_idle()
+        if self.is_behind:
+            self.end_idle()
 
     # --- idle steps --------------------------------------------------------------------------------------------------------------
 
     def begin(self, steps: int) -> None:
-        self.left, self._thread, self._due = steps, get_ident(), perf_counter() + LONGEST
+        self.left, self._thread, self._due, self.is_behind = steps, get_ident(), perf_counter() + LONGEST, True
 
     def stop(self) -> None:
         if self.left:
@@ -93,21 +96,21 @@ class StepProgram:
 
     def end_idle(self) -> None:
         """Follow the loop again; the audit knows at once what it has missed."""
-        if self.left or self._missed or self._forwards:
-            self.stop()
-            self.catch_up()
+        self.stop()
+        self.catch_up()
 
     def catch_up(self) -> None:
-        if self._missed or self._forwards:
-            missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
-            if missed:
-                self._plugins.tell("audit", "on_missed", missed)
-            self._followed += forwards
-            for _ in range(forwards):
-                self._plugins.tell("audit", "on_forward")
+        missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
+        self.is_behind = self.left > 0
+        if missed:
+            self._plugins.tell("audit", "on_missed", missed)
+        self._followed += forwards
+        for _ in range(forwards):
+            self._plugins.tell("audit", "on_forward")
 
     def forward_followed(self) -> None:
-        self.catch_up()
+        if self.is_behind:
+            self.catch_up()
         self._followed += 1
 
     def step_followed(self) -> None:
@@ -174,16 +177,12 @@ class StepProgram:
         self.is_ready = self._until_ready <= 0 and self._are_usual()
 
     def _are_usual(self) -> bool:
-        loop, lifecycle, state, index = self._loop, self._lifecycle, self._state, self._planner.inventory
+        loop, state, index = self._loop, self._state, self._planner.inventory
         is_plain = state.is_plain and state.in_backward.is_settled and not (state.patterns.is_first or state.is_paused)
         is_plain = is_plain and loop.optimizer_hooks.are_plain and not loop.optimizer_hooks.may_skip and loop.scaler is None
         if not is_plain or self._planner.source is not PLAIN_GRADIENTS or index is None:
             return False
-        return (
-            not (index.spread or index.homes or index.foreign)
-            and lifecycle.captures.modules is None
-            and lifecycle.exchange.ranks.count == 1
-        )
+        return not (index.spread or index.homes or index.foreign) and self._lifecycle.exchange.ranks.count == 1
 
     def forward_began(self, module: nn.Module) -> None:
         """The model is called."""
@@ -202,7 +201,7 @@ class StepProgram:
             self._loop.model_hooks.called(module, True)
             return
         self.depth.clear()
-        if self._missed or self._forwards:
+        if self.is_behind:
             self.catch_up()
         self._followed += 1
         audit = self._plugins.built_in.audit
@@ -213,7 +212,7 @@ class StepProgram:
             state.open(step, is_tentative=False)
             lifecycle.open(step, is_tentative=False, hides_forward=False)
         patterns.called_in_training = True
-        lifecycle.captures.passes.training_began(end_is_seen=False)
+        lifecycle.captures.training_began()
 
     def backward_ended(self) -> None:
         """A backward pass is over that is no part of another one."""
@@ -226,6 +225,8 @@ class StepProgram:
         audit = self._plugins.built_in.audit
         self._plugins.call_one(audit, audit.on_backward_ended)
         state.count_backward()
+        if self._lifecycle.captures.modules is not None:
+            self._lifecycle.captures.modules.backward_ended()
         if progress.backwards >= (state.patterns.fewest_backwards or 0) or not loop.machine.expects_more():
             self._lifecycle.captures.gradients.before_clip(loop.ownership.all_positions, None)
 
@@ -241,7 +242,7 @@ class StepProgram:
         if not is_usual or active is None or active.buffer is None or calling_scaler() is not None:
             return loop.optimizer_hooks.began(optimizer, args, kwargs)
         self.depth[key] = 1
-        if self._missed or self._forwards:
+        if self.is_behind:
             self.catch_up()
         loop.scaler_hooks.called.add(key)
         self._plugins.call("on_optimizer_step", optimizer, False)

@@ -347,7 +347,8 @@ class FollowedLoop:
         """The optimizer is about to step, or to call its closure; whether it must change nothing. ``within`` a backward pass."""
         if self.fence.is_captured:
             self.fence.left_graph()
-        self.program.catch_up()
+        if self.program.is_behind:
+            self.program.catch_up()
         if within:
             self.backward_hooks.optimizer_steps(optimizer)
         self.scaler_hooks.step_began(optimizer, takes_values=not self.state.is_open or self.lifecycle.has_values)

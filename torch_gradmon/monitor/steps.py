@@ -339,7 +339,7 @@ class StepLifecycle:
 
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
         """Begin ``step``; ``is_tentative``: a call in evaluation mode opens it; ``hides_forward``: no hook saw its forward."""
-        if self.loop is not None:
+        if self.loop is not None and self.loop.program.is_behind:
             self.loop.program.end_idle()
         active = self.active = ActiveStep(step, self.state.stride)
         passes = self.captures.passes
@@ -359,7 +359,7 @@ class StepLifecycle:
             if is_missed and modules is not None and modules.hooks.on_root_inputs:
                 modules.root_inputs_missed()
         passes.counts_eval = passes.is_tentative = is_tentative
-        self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
+        self.values.step_opened(active.buffer, active.mode is Mode.MONITORED, hides_forward, is_tentative)
 
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""
@@ -508,8 +508,8 @@ class StepLifecycle:
         if active is not None and self._aside:
             self._aside[-1][1].update(self.values.take_late_tags())
             self.values.buffer = active.buffer
-            if active.buffer is not None and active.is_monitored:
-                active.buffer.rng = self.random_states()
+            if active.buffer is not None and active.is_monitored and self.factory.is_stored:
+                active.buffer.rng = rng_states()
 
     def rejoin(self, parts: int) -> None:
         """The last ``parts`` parts that were set aside belong to the same step as what came since."""
@@ -573,20 +573,17 @@ class StepLifecycle:
             if self.exchange.ranks.count > 1:
                 self.factory.summary.choice.store_all_columns()  # on each rank, with or without a run directory
             self.exchange.ranks_take_part(active.number)
-        active.plans = planner.plans(active.number, self.factory.summary, gradients_only=not is_monitored)
+        active.plans, active.due = planner.plans(active.number, self.factory.summary, gradients_only=not is_monitored)
         active.buffer = buffer = StepBuffer(active.number, self.fence.complaints)
-        if is_monitored:
-            buffer.rng = self.random_states()
-            active.due = planner.modules_due(active.number)
+        if is_monitored and self.factory.is_stored:
+            buffer.rng = rng_states()
         if index.homes:
             captures.measurer.ranks.count_at(index.homes)
         buffer.used.update(index.foreign)  # their ranks use them
         by_batch = planner.measures_each_batch and is_monitored
         captures.begin(active, index, by_batch, self.state.is_manual)
-        self.install(on_modules=is_monitored)
-
-    def random_states(self) -> dict[str, Tensor]:
-        return rng_states() if self.factory.is_stored else {}
+        if self.installed_for != (planner.version, is_monitored):
+            self.install(on_modules=is_monitored)
 
     def prepare_next(self, may_rest: bool) -> None:
         """A step has closed: register the hooks that the next one needs before anything is seen of it. ``may_rest``: no value is on its

@@ -97,7 +97,7 @@ class Planner:
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
         self._named_source, self.source = source, source or PLAIN_GRADIENTS  # source: where they are, once a model is watched
         self.whole: WholeModel | None = None  # the model that the watched module is a part of
-        self._cache: dict[Any, dict[str, SourcePlan]] = {}
+        self._cache: dict[Any, tuple[dict[str, SourcePlan], tuple[Metric, ...]]] = {}
         self.version = 0
         self.measures_each_batch = False  # the gradients of each micro-batch separately
 
@@ -160,8 +160,12 @@ class Planner:
         with outside_dispatch_modes():
             return ModelIndex(module, self._excluded, self._format_name, self._distinct, self.source, self.whole)
 
-    def plans(self, step: int, summary: Summary, gradients_only: bool = False) -> dict[str, SourcePlan]:
-        """The plan of each parameter source for ``step``; ``gradients_only``: without metrics, only what the summary needs of gradients."""
+    def plans(
+        self, step: int, summary: Summary, gradients_only: bool = False
+    ) -> tuple[dict[str, SourcePlan], tuple[Metric, ...]]:
+        """The plan of each parameter source for ``step``, and the metrics of modules that are measured in it; ``gradients_only``: without
+        metrics, only what the summary needs of gradients.
+        """
         assert self.inventory is not None
         needs = summary.choice.needs_of_gradients() if gradients_only else summary.choice.needs(step)
         due = []
@@ -171,25 +175,18 @@ class Planner:
         found = self._cache.get(key)
         if found is None:
             metrics = [metric for metric, is_due in zip(self.registry.metrics, due, strict=True) if is_due]
-            found = self._cache[key] = {
+            plans = {
                 source: compile_plan(
                     source, [m for m in metrics if m.source == source], self.inventory, needs.get(source, frozenset())
                 )
                 for source in n.PARAMETER_SOURCES
             }
+            found = self._cache[key] = plans, tuple(metric for metric in metrics if metric.source in OF_MODULES)
         return found
 
     def module_metrics(self) -> list[Metric]:
         """The metrics of modules' inputs and outputs, and of attention, in the order of addition."""
         return [metric for metric in self.registry.metrics if metric.source in OF_MODULES]
-
-    def modules_due(self, step: int) -> tuple[Metric, ...]:
-        """Those of them that are measured in ``step``."""
-        found = []
-        for metric in self.registry.metrics:
-            if metric.source in OF_MODULES and metric.due(step):
-                found.append(metric)
-        return tuple(found)
 
     @property
     def measures_batches(self) -> bool:
