@@ -438,7 +438,7 @@ class ScalerHooks:
             self._adopt(scaler)
 
     def _adopt(self, scaler: GradScaler) -> None:
-        self._scales.scaler, self._loop.program.is_ready = scaler, False
+        self._scales.scaler = scaler
         around = {"step": self._step, "update": self._update, "scale": self._scale, "unscale_": self._unscale}
         self._wrapped += [WrappedMethod(scaler, name, weakly(method)) for name, method in around.items()]
 

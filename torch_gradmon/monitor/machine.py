@@ -618,7 +618,7 @@ class StepMachine(StepCycle):
         if within:
             measures.explain_in_backward(optimizer)
         measures.measure_after_clip(optimizer, with_unowned=with_unowned)
-        is_skipped = not within and self._decide(optimizer)
+        is_skipped = not within and self.decide(optimizer)
         if within:
             measures.warn_in_backward()
         self.state.progress.done.add(optimizer)
@@ -634,7 +634,7 @@ class StepMachine(StepCycle):
                 "monitor.clip_grad_norm_ measures whatever their number"
             )
 
-    def _decide(self, optimizer: Hashable, is_overflowed: bool = False) -> bool:
+    def decide(self, optimizer: Hashable, is_overflowed: bool = False) -> bool:
         try:
             return bool(self.boundaries.decide(optimizer, is_overflowed))
         except TrainingStopped:
@@ -686,7 +686,7 @@ class StepMachine(StepCycle):
         if optimizer in decided:
             return bool(self.boundaries.is_skipped)
         decided.add(optimizer)
-        return not self.measures.writes_early(optimizer) and self._decide(optimizer)
+        return not self.measures.writes_early(optimizer) and self.decide(optimizer)
 
     def closure_raised(self, optimizer: Hashable, error: str = "an error") -> None:
         """The optimizer's step is an attempt that was not applied; it is over when the next one begins."""
@@ -730,7 +730,7 @@ class StepMachine(StepCycle):
         self._measure_final(optimizer)
         self._measure_parameters()
         self.measures.measure_after_clip(optimizer, with_unowned=self.order[-1] == optimizer, is_overflowed=True)
-        self._decide(optimizer, is_overflowed=True)  # nothing is left to skip, but other ranks may wait
+        self.decide(optimizer, is_overflowed=True)  # nothing is left to skip, but other ranks may wait
         progress.overflowed.add(optimizer)
         if self._ends_attempt(optimizer):
             self._all_stepped(in_scaler_step)

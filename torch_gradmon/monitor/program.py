@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.gradients import calling_scaler
 from ..core.torch_modes import capture_check
 from ..step.active_step import ActiveStep
 from ..step.model_index import PLAIN_GRADIENTS
@@ -39,8 +38,8 @@ class StepProgram:
     been. The last idle step before a monitored one is never part of a stretch, so that hooks are there in time. Nothing there is guarded
     by the fence: there is nothing that could fail.
 
-    *Usual steps* are monitored ones in which one optimizer, without closure, wrapper and scaler, steps once behind one or more backward
-    passes in training mode. Each method leaves everything as the general path would have left it, so that each event can come to either;
+    *Usual steps* are monitored ones in which one optimizer, without closure and wrapper, steps once behind one or more backward passes in
+    training mode. Each method leaves everything as the general path would have left it, so that each event can come to either;
     and what is not as usual is handed over before anything has changed.
 
     Attributes:
@@ -177,12 +176,9 @@ class StepProgram:
         self.is_ready = self._until_ready <= 0 and self._are_usual()
 
     def _are_usual(self) -> bool:
-        loop, state, index = self._loop, self._state, self._planner.inventory
+        state = self._state
         is_plain = state.is_plain and state.in_backward.is_settled and not (state.patterns.is_first or state.is_paused)
-        is_plain = is_plain and loop.optimizer_hooks.are_plain and not loop.optimizer_hooks.may_skip and loop.scaler is None
-        if not is_plain or self._planner.source is not PLAIN_GRADIENTS or index is None:
-            return False
-        return not (index.spread or index.homes or index.foreign) and self._lifecycle.exchange.ranks.count == 1
+        return is_plain and self._loop.optimizer_hooks.are_plain and self._planner.source is PLAIN_GRADIENTS
 
     def forward_began(self, module: nn.Module) -> None:
         """The model is called."""
@@ -201,6 +197,8 @@ class StepProgram:
             self._loop.model_hooks.called(module, True)
             return
         self.depth.clear()
+        if hooks.may_skip and not state.is_open:
+            self._plugins.tell("policy", "before_forward", module)
         if self.is_behind:
             self.catch_up()
         self._followed += 1
@@ -228,7 +226,10 @@ class StepProgram:
         if self._lifecycle.captures.modules is not None:
             self._lifecycle.captures.modules.backward_ended()
         if progress.backwards >= (state.patterns.fewest_backwards or 0) or not loop.machine.expects_more():
-            self._lifecycle.captures.gradients.before_clip(loop.ownership.all_positions, None)
+            if loop.scaler_hooks.scaler is None:
+                self._lifecycle.captures.gradients.before_clip(loop.ownership.all_positions, None)
+            else:
+                loop.measure_before_clip()
 
     def step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The optimizer is about to step."""
@@ -239,12 +240,12 @@ class StepProgram:
         is_usual = is_usual and progress.backwards >= (state.patterns.fewest_backwards or 1) and _running_task() == -1
         is_usual = is_usual and not (state.in_backward.any_now or loop.backward_hooks.awaited or self.fence.is_captured)
         is_usual = is_usual and not (args[1:] or kwargs or self.depth.get(key)) and getattr(optimizer, "grad_scale", None) is None
-        if not is_usual or active is None or active.buffer is None or calling_scaler() is not None:
+        if not is_usual or active is None or active.buffer is None:
             return loop.optimizer_hooks.began(optimizer, args, kwargs)
         self.depth[key] = 1
         if self.is_behind:
             self.catch_up()
-        loop.scaler_hooks.called.add(key)
+        loop.scaler_hooks.step_began(optimizer, takes_values=True)
         self._plugins.call("on_optimizer_step", optimizer, False)
         state.in_backward.outside.add(key)
         progress.begun.add(key)
@@ -257,10 +258,13 @@ class StepProgram:
         progress.parameters_measured = True
         captures.parameters.measure(ownership.all_positions)
         captures.parameters.before_step(ownership.all_positions, as_measured=True)
-        captures.gradients.after_clip(ownership.owned[key], None)
+        captures.gradients.after_clip(ownership.owned[key], loop.scaler_hooks.inverse_scale(optimizer))
         if ownership.unowned:
-            captures.gradients.after_clip(ownership.unowned, None)
+            loop.measure_unowned()
+        is_skipped = loop.optimizer_hooks.may_skip and loop.machine.decide(key)
         progress.done.add(key)
+        if is_skipped:
+            loop.optimizer_hooks.holds.hold(optimizer)
         return None
 
     def step_ended(self, optimizer: Optimizer, *_: object) -> None:
@@ -286,5 +290,6 @@ class StepProgram:
         self._lifecycle.captures.parameters.after_step(loop.ownership.owned[key], optimizer)
         state.attempt()
         self._lifecycle.attempt_ended(is_overflowed=False)
-        state.close()
-        self._lifecycle.close(is_overflowed=False)
+        if not loop.scaler_hooks.in_step:
+            state.close()
+            self._lifecycle.close(is_overflowed=False)
