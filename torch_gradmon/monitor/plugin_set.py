@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # imported where an option asks for them
 
 #: Called in idle steps too, of plugins that watch these.
 _BOUNDARIES = ("on_step_open", "on_step_closing", "on_step_closed")
+#: Of plugins that are quiet not called.
+_OF_STEPS = frozenset({*_BOUNDARIES, "annotate", "on_record"})
 #: Called in idle steps, or asked, whatever a plugin watches.
 _IN_ALL_STEPS = ("wants", "on_optimizer_step", "after_attempt", "requires_gradients")
 #: Asked in every idle step, so without a generator.
@@ -115,6 +117,8 @@ class PluginSet:
         """
         raised: Exception | None = None
         for plugin, method in self._calls[hook]:
+            if plugin.is_quiet and hook in _OF_STEPS:
+                continue
             # what has stopped still lets go of what it holds
             if (is_idle and not plugin.watches_idle_steps) or (self._stopped and plugin in self._stopped and hook != "on_detach"):
                 continue

@@ -62,7 +62,7 @@ class PostSpikeDetail(Plugin):
         return module is not None and compiled_graphs() <= self._graphs and not is_compiled(module)
 
     def on_alert(self, step: int) -> None:
-        self._spiked_in, self.watches_idle_steps = step, True
+        self._spiked_in, self.watches_idle_steps, self.is_quiet = step, True, False
 
     def before_step(self) -> None:
         self._turn(ends=False, opens=True)
@@ -82,6 +82,7 @@ class PostSpikeDetail(Plugin):
         ends, self._ends = self._ends, False
         if ends or self._spiked_in is not None:
             self._turn(ends)
+        self.is_quiet = not self._left and self._spiked_in is None
 
     def _turn(self, ends: bool, opens: bool = False) -> None:
         spiked, last = self._spiked_in, self.context.last_step
@@ -202,20 +203,24 @@ class LiveDetail(Plugin):
     def request(self, change: DetailRequest) -> None:
         """Request a change from within the program, from any thread, or in a signal handler."""
         self._from_code.append(change)
-        self.watches_idle_steps = True  # after the request, see _update_pending
+        self._watch()  # after the request, see _update_pending
+
+    def _watch(self) -> None:
+        self.watches_idle_steps, self.is_quiet = True, False
 
     def _update_pending(self) -> None:
         """Clear ``watches_idle_steps`` when no request is active; a request that comes at this very moment sets it again."""
         self.watches_idle_steps = (self.in_force or self._asked or self._agreed) is not None
         if self._from_code:
-            self.watches_idle_steps = True
+            self._watch()
 
     def _receive(self) -> None:
         if self._from_code:
             self._ask(replace(self._from_code.pop(), number=self._number + 1))
 
     def _ask(self, change: DetailRequest) -> None:
-        self._asked, self._number, self.watches_idle_steps = change, max(self._number, change.number), True
+        self._asked, self._number = change, max(self._number, change.number)
+        self._watch()
         self._note(number=self._number, waits=change.facts(), why="")
 
     def _accept(self) -> None:
@@ -276,8 +281,6 @@ class LiveDetail(Plugin):
         raised, self._raised = self._raised, None
         if raised is not None:
             raise raised
-        if self._file is not None and (found := self._file.look()) is not None:
-            self._ask(found)
         if self.watches_idle_steps:
             self._receive()
             asked = self._asked if self._ranks.is_first else None
@@ -291,6 +294,7 @@ class LiveDetail(Plugin):
     def on_step_closed(self, step: ActiveStep) -> None:
         has_received = self._exchange.received is not EMPTY_SLOT
         if not (self.watches_idle_steps or has_received):
+            self.is_quiet = self._ranks.count == 1  # else what the first one broadcasts may come in any step
             return
         if has_received:
             self._take_broadcast()
@@ -310,7 +314,8 @@ class LiveDetail(Plugin):
             if self._file is not None and (found := self._file.look()) is not None:
                 self._ask(found)
         except GradmonWarning as error:  # where warnings are errors; raised where it costs no step
-            self._raised, self.watches_idle_steps = error, True
+            self._raised = error
+            self._watch()
         if self.in_force is None or self.in_force.every is None or ahead is None:
             return asked
         begun = self.context.is_step_open and step != self.context.step  # another one is open, the first of those that are left
@@ -372,7 +377,7 @@ class LiveDetail(Plugin):
         if self.in_force is not None:
             self._end_change("the run has ended, or its monitor was detached")
             self._use(None)
-        self.watches_idle_steps = True  # until a step opens all the same: by hand, or after attach()
+        self._watch()  # until a step opens all the same: by hand, or after attach()
         self._has_left = True
         self._note(listens=False, ended=True, waits=None)
 
