@@ -653,12 +653,6 @@ def set_rng_states(states: Mapping[str, Tensor]) -> None:
             functions_of(device).set_rng_state(state, device)
 
 
-def is_accumulating() -> bool:
-    """In a hook on the gradient of a leaf: whether the pass accumulates it, and does not return it as ``torch.autograd.grad`` does."""
-    node = torch._C._current_autograd_node()
-    return node is None or will_run(node)
-
-
 def will_run(node: Any) -> bool:
     """Within a backward pass: whether it runs this node, and does not return what the node would accumulate."""
     try:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..capture.gradients import GradScale, calling_scaler
 from ..capture.hooks import Handles, Hook, ModuleHook, WrappedMethod, takes_hooks, untraced_by_itself
 from ..core.errors import WarningLog
-from ..core.torch_modes import is_accumulating
+from ..core.torch_modes import will_run
 from ..core.validation import inside
 from ..step.model_index import Place, parameters_of
 from ..step.ranks import is_dtensor
@@ -648,7 +648,10 @@ class BackwardHooks:
     def _came(self, position: int, gradient: Tensor | None) -> None:
         if not self._in_backward.is_settled or self._in_backward.known:
             self._fence.run(self._expect_step, position)
-        if is_accumulating():
+        node = torch._C._current_autograd_node()
+        if node is None or will_run(
+            node
+        ):  # else the pass returns the gradient, as torch.autograd.grad does, and accumulates nothing
             self.await_end()
         else:
             self._remember(_running_task())

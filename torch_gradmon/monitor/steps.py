@@ -455,7 +455,8 @@ class StepLifecycle:
             if tags is None:
                 self.captures.end()
         finally:  # collective: the other ranks wait, whatever failed here
-            self.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
+            if self.exchange.ranks.count > 1:
+                self.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
         return buffer, inventory, self.values.take_tags() if tags is None else tags
 
     def _close_unmonitored(self, active: ActiveStep, tags: dict[str, Any] | None) -> None:

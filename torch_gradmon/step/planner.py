@@ -296,9 +296,9 @@ class ExchangePolicy:
         return self.ranks.count > 1 and self._has_values and not self.between.is_refused(self._what)
 
     def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
-        """Exchange the values of a step that ends; ``may_extend``: the list of shared values may grow, and the first rank broadcast."""
-        if self.ranks.count == 1:
-            return
+        """Exchange the values of a step that ends with other ranks; ``may_extend``: the list of shared values may grow, and the first
+        rank broadcast.
+        """
         wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
         if self._is_leaving:
             for source in wanted:
