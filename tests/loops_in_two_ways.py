@@ -90,9 +90,7 @@ PUT = """
     zero_grad(set_to_none=False) step_by_closure(fails=True)
 """
 #: and what is around one.
-AROUND = (
-    "thread torch.no_grad() torch.autograd.set_detect_anomaly(True) torch.autocast('cpu',torch.bfloat16) monitor.no_monitor()"
-)
+AROUND = "thread torch.no_grad() torch.autograd.set_detect_anomaly(True) torch.autocast('cpu') monitor.no_monitor()"
 #: What some loops do in each iteration.
 HABITS = [*READS.split()[:3], *ASKS.split()[:4]]
 
@@ -110,7 +108,8 @@ class Change:
 
     def apply(self, ops: list[Op]) -> None:
         name, _, args = self.what.partition("(")
-        found = [(some, index) for some in _lists(ops) for index in range(len(some) + (self.how == "add"))]
+        lists = [ops, *(each.inner for each in ops if each.inner)]  # those of closures too
+        found = [(some, index) for some in lists for index in range(len(some) + (self.how == "add"))]
         found = [(some, index) for some, index in found if self.how != "put" or some[index].name == name]
         if not found:
             return
@@ -121,14 +120,6 @@ class Change:
         two, rest = some[index : index + 2], some[index + 1 : index + 2]
         changed = {"add": [op("do", what=self.what), *two], "drop": rest, "double": [*two[:1], *two], "swap": two[::-1]}
         some[index : index + 2] = changed.get(self.how, [op("do_in", *two[:1], what=self.what), *rest])
-
-
-def _lists(ops: list[Op]) -> Iterator[list[Op]]:
-    """These operations, and those inside of closures."""
-    yield ops
-    for each in ops:
-        if each.inner:
-            yield from _lists(each.inner)
 
 
 @dataclass(frozen=True)
@@ -146,11 +137,6 @@ class Case:
                 change.apply(ops)
         return found
 
-    def __str__(self) -> str:
-        odd = {0, *(change.at for change in self.changes)}
-        shown = [f"{i}: {'; '.join(map(str, ops))}" for i, ops in enumerate(self.script()) if i in odd]
-        return "\n".join([str(self.program), f"after={self.after}", *map(str, self.changes), *shown])
-
 
 def draw(seed: int) -> Case:
     """The case of a seed. Most have few choices and few changes, so that most of their steps are as usual."""
@@ -159,7 +145,11 @@ def draw(seed: int) -> Case:
     while len(drawing.choices(p)) > wanted:
         plainer = drawing.plainer(p)
         p = next((q for q in numbers.sample(plainer, len(plainer)) if not excluded(q)), Program(seed))
-    more: dict[str, Any] = {"poll": "never", "max_overhead": 0.0, "steps": numbers.randint(6, 13)}
+    more: dict[str, Any] = {
+        "poll": "never",
+        "max_overhead": 0.0,
+        "steps": numbers.randint(*numbers.choice(((5, 9), (5, 9), (8, 20)))),
+    }
     more |= {"every": numbers.choice((1, 1, 1, 1, 2, 5)), "log": p.log or numbers.choice(((), (), ("forward",), ("backward",)))}
     if p.architecture == "mlp" and p.players == "one" and not p.extras and numbers.random() < 0.1:
         more["architecture"] = "single"
@@ -172,7 +162,7 @@ def draw(seed: int) -> Case:
 
 def _changes(numbers: random.Random, count: int) -> Iterator[Change]:
     kinds = [(10, "add", ADDED), (4, "add", READS), (4, "add", ASKS), (3, "put", PUT), (2, "around", AROUND)]
-    kinds += [(2, "drop", ""), (1, "double", ""), (1, "swap", "")]
+    kinds += [(2, "drop", ""), (1, "double", ""), (1, "swap", ""), (2, "put", "forward(spoil='1e4')")]
     for _ in range(numbers.choice((0, 1, 1, 2, 2, 3, 4, 6))):
         ((_, how, table),) = numbers.choices(kinds, weights=[weight for weight, *_ in kinds])
         yield Change(numbers.randrange(count), numbers.random(), how, numbers.choice(table.split() or [""]))
@@ -278,7 +268,8 @@ class ReadWatcher(Watcher):
     def over(self) -> None:
         self.loop.do("monitor.state_dict()")
         for monitor in [*self.monitors, *([self.companion] if self.companion is not None else [])]:
-            monitor.detach()
+            with contextlib.suppress(gradmon.SpikeError):
+                monitor.detach()
             self.monitor = monitor
             for what in (*READS.split(), "monitor._runtime.pipeline.history.sample.records()"):
                 self.loop.do(what)
@@ -320,12 +311,7 @@ def _stored(place: Path) -> Any:
 
 def outcome(case: Case, place: Path) -> dict[str, Any]:
     """All that a run leaves and says."""
-    with (
-        warnings.catch_warnings(record=True) as told,
-        contextlib.redirect_stderr(io.StringIO()) as printed,
-        mock.patch.object(steps, "PATIENCE", math.inf),
-        mock.patch.object(delivery, "SLOW", math.inf),
-    ):
+    with warnings.catch_warnings(record=True) as told, contextlib.redirect_stderr(io.StringIO()) as printed:
         warnings.simplefilter("always")
         torch.manual_seed(0)
         place.mkdir()
@@ -349,9 +335,9 @@ def has_programs() -> bool:
     return importlib.util.find_spec(_PROGRAM) is not None
 
 
-def programs(on: bool, after: int = 0) -> Any:
-    """Straight programs after so many usual steps, or never. Without effect where the package has none."""
-    return mock.patch(f"{_PROGRAM}.AFTER", after if on else sys.maxsize) if has_programs() else contextlib.nullcontext()
+def programs(after: int) -> Any:
+    """Straight programs after so many usual steps. Without effect where the package has none."""
+    return mock.patch(f"{_PROGRAM}.AFTER", after) if has_programs() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -369,16 +355,15 @@ def counted(counts: Counter[str], way: str) -> Iterator[None]:
         yield
 
 
-def difference(case: Case, counts: Counter[str] | None = None, around: Any = contextlib.nullcontext) -> list[str]:
+def difference(case: Case, counts: Counter[str], around: Any = contextlib.nullcontext) -> list[str]:
     """Where the two ways differ; ``around`` the second."""
-    counts, found = Counter() if counts is None else counts, []
+    found = []
     gc.disable()  # what is collected in the middle of a run would be so in one of them only
     try:
         with tempfile.TemporaryDirectory() as place:
-            with programs(False), counted(counts, "general"):
-                found.append(outcome(case, Path(place) / "loop"))
-            with programs(True, case.after), counted(counts, "programs"), around():
-                found.append(outcome(case, Path(place) / "loop"))
+            for way, after, context in (("general", sys.maxsize, contextlib.nullcontext), ("programs", case.after, around)):
+                with programs(after), counted(counts, way), context():
+                    found.append(outcome(case, Path(place) / "loop"))
     finally:
         gc.enable()
     return differences(*found)
@@ -386,11 +371,9 @@ def difference(case: Case, counts: Counter[str] | None = None, around: Any = con
 
 def smallest(case: Case, fails: Callable[[Case], bool]) -> Case:
     """The case that still fails with as few changes, and choices, as can be."""
-    found: Case | None = case
-    while found is not None:
-        case = found
-        fewer = (replace(case, changes=tuple(each for each in case.changes if each is not change)) for change in case.changes)
-        found = next(filter(fails, fewer), None)
+    for change in case.changes:
+        fewer = replace(case, changes=tuple(each for each in case.changes if each is not change))
+        case = fewer if fails(fewer) else case
     return replace(case, program=runner.smaller(case.program, lambda p: fails(replace(case, program=p))))
 
 
@@ -398,13 +381,15 @@ def check(seeds: Iterable[int], counts: Counter[str]) -> str:
     """The first difference, as text."""
     for seed in seeds:
         if found := difference(case := draw(seed), counts):
-            small = smallest(case, lambda each: bool(difference(each)))
-            return "\n".join([f"seed {seed}", str(small), *(difference(small) or found)[:20]])
+            small = smallest(case, lambda each: bool(difference(each, Counter())))
+            script = (f"{i}: {'; '.join(map(str, ops))}" for i, ops in enumerate(small.script()))
+            return "\n".join([f"seed {seed}: {small}", *(difference(small, Counter()) or found)[:20], *script])
     return ""
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    steps.PATIENCE = delivery.SLOW = math.inf
     importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
