@@ -64,7 +64,10 @@ ADDED = """
     loop.evaluate('train_grad') loop.penalise('look') loop.penalise('graph') loop.renew(False) loop.renew(True)
     setattr(loop.model,'body',copy.deepcopy(loop.model.body)) loop.model.add_module('late',torch.nn.Linear(2,2)) loop.log('forward')
     loop.log('backward') loop.log('late') loop.save() loop.monitor('detach_attach') loop.monitor('leave') loop.monitor('resume')
-    loop.monitor('detail_full')
+    loop.monitor('detail_full') loop.model.eval() loop.model.train() loop.optimizers[0].step(loop.micro)
+    loop.optimizers[0].step(closure=loop.micro) loop.optimizers[0].param_groups[0].update(lr=torch.tensor(0.1))
+    loop.optimizers[0].param_groups[0].update(lr=1) loop.hang('accumulated',lambda*_:loop.step(0))
+    loop.hang('before',lambda*_:loop.evaluate('train_grad')) loop.hang('before',lambda*_:loop.edit('scale'))
 """
 #: what they read of it,
 READS = """
@@ -324,7 +327,8 @@ def outcome(case: Case, place: Path) -> dict[str, Any]:
     shutil.rmtree(place)
     said = [(each.category.__name__, str(each.message), Path(each.filename).name, each.lineno) for each in told]
     texts = {"warnings": said, "errors": errors, "printed": printed.getvalue().splitlines()}
-    seen = {"read": watcher.read, "rows": plain(watcher.seen.rows), "saved": watcher.seen.saved}
+    saved = [torch.load(io.BytesIO(each), weights_only=False).state_dict() for each in watcher.seen.saved]
+    seen = {"read": watcher.read, "rows": plain(watcher.seen.rows), "saved": saved}
     return {"training": left, **seen, "files": files, **texts}
 
 
@@ -383,7 +387,9 @@ def check(seeds: Iterable[int], counts: Counter[str]) -> str:
         if found := difference(case := draw(seed), counts):
             small = smallest(case, lambda each: bool(difference(each, Counter())))
             script = (f"{i}: {'; '.join(map(str, ops))}" for i, ops in enumerate(small.script()))
-            return "\n".join([f"seed {seed}: {small}", *(difference(small, Counter()) or found)[:20], *script])
+            return "\n".join(
+                [f"seed {seed}: {small}", *(each[:500] for each in (difference(small, Counter()) or found)[:20]), *script]
+            )
     return ""
 
 
