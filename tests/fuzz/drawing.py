@@ -12,7 +12,7 @@ from .rules import excluded
 
 #: The choices of each field besides the plainest, and how often one of them is taken.
 CHOICES: dict[str, tuple[float, tuple[Any, ...]]] = {
-    "architecture": (0.85, tuple(name for name in models.ARCHITECTURES if name != "mlp")),
+    "architecture": (0.85, tuple(name for name in models.ARCHITECTURES if name not in ("mlp", "single"))),
     "dropout": (0.3, (0.25,)),
     "checkpoint": (0.5, ("reentrant", "nonreentrant")),
     "dtype": (0.5, ("float64", "bfloat16", "autocast", "autocast_f16", "autocast_set")),

@@ -48,11 +48,19 @@ class Loop:
 
     def run(self) -> dict[str, Any]:
         """Run to the end; everything that training leaves."""
-        cast = surroundings.autocast_set() if self.p.dtype == "autocast_set" else contextlib.nullcontext()
-        with surroundings.around(self.p.surroundings), cast:
+        with self.around():
             for ops in iterations(self.p):
                 self._do(ops)
         self.observer.over()
+        return self.left()
+
+    def around(self) -> Any:
+        """The context in which it runs."""
+        cast = surroundings.autocast_set() if self.p.dtype == "autocast_set" else contextlib.nullcontext()
+        return surroundings.both(surroundings.around(self.p.surroundings), cast)
+
+    def left(self) -> dict[str, Any]:
+        """Everything that training has left so far."""
         return {
             "parameters": dict(self.model.named_parameters()),
             "buffers": dict(self.model.named_buffers()),

@@ -179,6 +179,7 @@ ARCHITECTURES = {
     "odd": Architecture(Odd, _normal(2, 2, 4, 4)),
     "complex": Architecture(Complex, _normal(3, 4)),
     "gan": Architecture(Gan, _normal(4, 4)),
+    "single": Architecture(lambda p: nn.Linear(4, 2, bias=False), _normal(3, 4)),  # one parameter; not drawn
 }
 #: What any model can have besides: a parameter of no elements, a scalar, a layer that is never used, one that is frozen, a buffer.
 EXTRAS = ("empty", "scalar", "unused", "frozen", "buffer", "jit")

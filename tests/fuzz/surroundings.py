@@ -47,11 +47,12 @@ def around(name: str) -> Any:
         return contextlib.nullcontext()
     enable = torch.backends.mha.set_fastpath_enabled
     with_hooks = _switched(lambda: enable(False), lambda: enable(True))
-    return with_hooks if not name else _both(with_hooks, _around(name))
+    return with_hooks if not name else both(with_hooks, _around(name))
 
 
 @contextlib.contextmanager
-def _both(one: Any, other: Any) -> Iterator[None]:
+def both(one: Any, other: Any) -> Iterator[None]:
+    """The one context, and the other inside of it."""
     with one, other:
         yield
 
