@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import re
+import sys
+import warnings
 from collections import Counter
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
+import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.core.errors import WarningLog
+from torch_gradmon.monitor import program
 from torch_gradmon.monitor.records import Publisher, RecordFactory
 
 from . import loops_in_two_ways as loops
@@ -82,3 +90,186 @@ def test_a_defect_of_one_way_is_seen(defect: str) -> None:
 def test_a_case_that_fails_is_made_smaller() -> None:
     small = loops.smallest(loops.draw(7), lambda case: case.program.steps > 3)
     assert small == Case(Program(seed=7, steps=4), (), small.after)
+
+
+# --- what each question of a program is for ----------------------------------------------------------------------------------------
+
+
+class Scene:
+    """A small loop with its monitor, and what the monitor has said."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.1), torch.nn.Linear(3, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.monitor = gradmon.watch(self.model, self.optimizer, **options)
+        self.said: list[object] = []
+
+    def loss(self) -> torch.Tensor:
+        return self.model(torch.randn(8, 4)).square().mean()
+
+    def usual(self, steps: int = 4, passes: int = 1) -> None:
+        for _ in range(steps):
+            for _ in range(passes):
+                self.loss().backward()
+            self.step()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.said.append((self.monitor.current_step, sorted(map(str, self.monitor.missing().items()))))
+
+    def closure(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        loss.backward()
+        return loss
+
+
+def _evaluates_with_gradients(scene: Scene) -> None:
+    scene.model.eval()
+    scene.loss()
+    scene.model.train()
+    scene.monitor.log_scalar("accuracy", 1.0)  # of the last step
+
+
+def _is_called_without_gradients(scene: Scene) -> None:
+    with torch.no_grad():
+        scene.loss()
+    scene.monitor.log_scalar("accuracy", 1.0)
+
+
+def _is_transformed(scene: Scene) -> None:
+    parameters = dict(scene.model.named_parameters())
+    torch.func.grad(lambda p: torch.func.functional_call(scene.model, p, (torch.randn(2, 4),)).sum())(parameters)
+    scene.monitor.log_scalar("accuracy", 1.0)
+
+
+def _recomputes(scene: Scene) -> None:
+    checkpoint(scene.model, torch.randn(8, 4), use_reentrant=False, preserve_rng_state=True).mean().backward()
+    scene.step()
+
+
+def _steps_by_closure(scene: Scene) -> None:
+    scene.optimizer.step(scene.closure)
+
+
+def _steps_by_keyword(scene: Scene) -> None:
+    scene.optimizer.step(closure=scene.closure)
+
+
+def _raises_in_closure(scene: Scene) -> None:
+    def closure() -> torch.Tensor:
+        scene.closure()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        scene.optimizer.step(closure)
+
+
+def _steps_without_a_pass(scene: Scene) -> None:
+    scene.step()
+
+
+def _steps_twice(scene: Scene) -> None:
+    scene.loss().backward()
+    scene.optimizer.step()
+    scene.step()
+
+
+def _interrupts_a_pass(scene: Scene) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError
+
+    handle = scene.model[0].weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        scene.loss().backward()
+    handle.remove()
+    scene.step()
+
+
+def _accumulates_less_than_ever(scene: Scene) -> None:
+    scene.usual(110, passes=2)
+    scene.usual(1, passes=1)
+
+
+def _steps_within_the_pass(scene: Scene) -> None:
+    handle = scene.model[2].bias.register_post_accumulate_grad_hook(lambda _: scene.optimizer.step())
+    scene.loss().backward()
+    handle.remove()
+    scene.optimizer.zero_grad()
+
+
+def _steps_in_a_hook_of_its_own(scene: Scene) -> None:
+    def halve(*_: object) -> None:
+        scene.model[0].weight.grad.mul_(0.5)
+
+    handle = scene.optimizer.register_step_pre_hook(halve)
+    scene.usual(2)
+    handle.remove()
+
+
+def _is_driven_by_an_unknown_scaler(scene: Scene) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for _ in range(3):
+        scaler.scale(scene.loss()).backward()
+        scaler.step(scene.optimizer)
+        scaler.update()
+        scene.optimizer.zero_grad()
+
+
+def _is_paused(scene: Scene) -> None:
+    with scene.monitor.no_monitor():
+        scene.usual(1)
+    scene.loss().backward()
+    with scene.monitor.no_monitor():
+        scene.step()
+
+
+def _counts_steps_by_hand(scene: Scene) -> None:
+    for number in (50, 51):
+        scene.monitor.begin_step(number)
+        scene.usual(1)
+        scene.monitor.end_step()
+
+
+def _changes_its_groups(scene: Scene) -> None:
+    scene.model.add_module("last", torch.nn.Linear(1, 1))
+    scene.optimizer.add_param_group({"params": list(scene.model.last.parameters()), "lr": 0.01})
+
+
+def _trains_a_copy(scene: Scene) -> None:
+    clone = copy.deepcopy(scene.model)
+    clone(torch.randn(8, 4)).mean().backward()
+
+
+def _asks_for_more(scene: Scene) -> None:
+    scene.loss().backward()
+    scene.monitor.add_gradient_metric("norm")
+    scene.step()
+
+
+UNUSUAL = [
+    each for each in list(globals().values()) if inspect.isfunction(each) and [*inspect.signature(each).parameters] == ["scene"]
+]
+
+
+def _told(event: Any, after: int, **options: Any) -> list[object]:
+    with mock.patch.object(program, "AFTER", after), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        scene = Scene(**options)
+        scene.usual()
+        event(scene)
+        scene.usual()
+        records = scene.monitor._runtime.pipeline.history.records()
+        found = [(each.step, each.applied, dict(each.values), dict(each.context), each.events) for each in records]
+        scene.monitor.detach()
+    parameters = [each.tolist() for each in scene.model.parameters()]
+    told = [parameters, found, scene.said, scene.monitor.get_step_counts(), [str(each.message) for each in warned]]
+    return [re.sub(r"'?overhead_fraction'?[^,}]*", "", repr(each)) for each in told]
+
+
+@pytest.mark.parametrize("options", [{}, {"on_spike": "skip"}, {"every": 2}, {"preset": "full"}], ids=str)
+@pytest.mark.parametrize("event", UNUSUAL, ids=lambda event: event.__name__.removeprefix("_"))
+def test_unusual_steps_are_those_of_the_general_path(event: Any, options: dict[str, Any]) -> None:
+    assert _told(event, 0, **options) == _told(event, sys.maxsize, **options)
