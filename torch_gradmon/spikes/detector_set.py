@@ -107,7 +107,7 @@ def _range(values: Sequence[float]) -> str:
 
 # --- state of the current spikes ---
 
-_SIGNAL, _VALUE = attrgetter("signal"), attrgetter("value")
+_SIGNAL, _VALUE, _IS_SPIKE = attrgetter("signal"), attrgetter("value"), attrgetter("is_spike")
 #: Numbers of consecutive steps not applied that call for more detail: fewer are a gradient scaler's search for its scale.
 _REJECTED = (3, 30, 300)
 
@@ -289,7 +289,10 @@ class DetectorSet:
         for name, detector in list(self.detectors.items()):
             try:
                 if values := self._values(detector, record, whole):
-                    events += self._judged(detector, record.step, values, learns=False)[1]
+                    is_one, step = isinstance(detector.signal, str), record.step
+                    verdicts = {name: detector.predict(step, values[name])} if is_one else detector.predict_all(step, values)
+                    if any(map(_IS_SPIKE, verdicts.values())):
+                        events.append(self._event(detector, step, values, verdicts))
                     self.predicted |= values.keys()
                 if name == MAIN_SIGNAL:
                     self.predicted.add(USED_SIGNAL)  # the decision counts NaN and Inf by itself
@@ -319,6 +322,7 @@ class DetectorSet:
             return record, []
         scores: dict[Key, float] = {}
         events: list[SpikeEvent] = []
+        step = record.step
         for name, (detector, done) in list(self.due.items()):
             try:
                 is_first, is_one = not done, isinstance(detector.signal, str)
@@ -333,8 +337,9 @@ class DetectorSet:
                 if is_one:
                     del self.due[name]
                 self._steps_without_value[name] = -math.inf
-                verdicts, spikes = self._judged(detector, record.step, values, learns=True)
-                events += spikes
+                verdicts = {name: detector.update(step, values[name])} if is_one else detector.update_all(step, values)
+                if any(map(_IS_SPIKE, verdicts.values())):
+                    events.append(self._event(detector, step, values, verdicts))
                 if is_first and name == MAIN_SIGNAL and self.history.gradients.spoiled:
                     norm = math.sqrt(record.tables[GRADIENT].sums[Column.SQUARE_SUM])
                     norm = math.nan if math.isfinite(norm) else norm  # finite where some tensors alone have squares
@@ -362,29 +367,16 @@ class DetectorSet:
         self._detected_in = record.values
         return record, events
 
-    def _judged(
-        self, detector: SpikeDetector, step: int, values: Mapping[str, float], learns: bool
-    ) -> tuple[Mapping[str, Verdict], list[SpikeEvent]]:
-        """The verdicts, and at most one event: of many signals that spike together it names the most suspicious."""
-        verdicts: dict[str, Verdict] = {}
-        if isinstance(detector.signal, re.Pattern):
-            together = detector.update_all if learns else detector.predict_all
-            verdicts = together(step, values)
-        else:
-            one = detector.update if learns else detector.predict
-            for signal, value in values.items():
-                verdicts[signal] = one(step, value)
-        spikes: dict[str, Verdict] = {}
-        for signal, verdict in verdicts.items():
-            if verdict.is_spike:
-                spikes[signal] = verdict
-        if not spikes:
-            return verdicts, []
+    def _event(
+        self, detector: SpikeDetector, step: int, values: Mapping[str, float], verdicts: Mapping[str, Verdict]
+    ) -> SpikeEvent:
+        """One event for all spikes among the ``verdicts``: it names the most suspicious signal."""
+        spikes = {signal: verdict for signal, verdict in verdicts.items() if verdict.is_spike}
         first = next(iter(spikes)) if len(spikes) == 1 else self.history.first(step, spikes)
         event = detector.event(step, values[first], spikes[first], first)
         if others := len(spikes) - 1:
             event = replace(event, reason=f"{event.reason}, and {others} of the {len(verdicts) - 1} others spike with it")
-        return verdicts, [event]
+        return event
 
     def _values(
         self, detector: SpikeDetector, record: StepRecord, whole: Mapping[str, float], with_tables: bool = True
