@@ -53,16 +53,17 @@ def add_each(pairs: Iterable[tuple[SortedWindow, float]]) -> None:
         center = window.median = ordered[half] if size % 2 else (ordered[half - 1] + ordered[half]) / 2
         if not window.has_deviation:
             continue
-        ranks, total, low = (half + 1,) if size % 2 else (half, half + 1), 0.0, window.nearest
+        low, total = window.nearest, 0.0
         # distances grow to both sides of the center, so that the nearest ``rank`` values are neighbours, and nearly those of the last time
-        for rank in ranks:
-            low = min(low, size - rank)
+        for rank in (half + 1,) if size % 2 else (half, half + 1):
+            if low + rank > size:
+                low = size - rank
             while low and center - ordered[low - 1] < ordered[low + rank - 1] - center:
                 low -= 1
             while low + rank < size and center - ordered[low] > ordered[low + rank] - center:
                 low += 1
             total += max(center - ordered[low], ordered[low + rank - 1] - center)
-        window.deviation, window.nearest = total / len(ranks), low
+        window.nearest, window.deviation = low, total if size % 2 else total / 2
 
 
 # --- settings ---
