@@ -29,7 +29,7 @@ from torch_gradmon.spikes import (
     Threshold,
 )
 from torch_gradmon.spikes.detector import judge
-from torch_gradmon.spikes.hampel import SortedWindow, value_at
+from torch_gradmon.spikes.hampel import SortedWindow, add_each, value_at
 from torch_gradmon.spikes.rules import HampelBank
 
 RULES: dict[str, Callable[[], Rule]] = {
@@ -79,14 +79,16 @@ def close(found: Sequence[float | None], expected: Sequence[float | None]) -> No
 numbers = st.lists(st.one_of(st.floats(-1e3, 1e3), st.integers(-3, 3).map(float)), min_size=1, max_size=40)
 
 
-@given(numbers, st.integers(1, 12), st.floats(-1e3, 1e3))
-def test_a_sorted_window_has_the_medians_of_its_last_values(values: list[float], size: int, center: float) -> None:
-    window = SortedWindow(size, values)
-    last = values[-size:]
-    assert list(window) == last
-    assert window.median == statistics.median(last)
-    for middle in (center, window.median, last[0]):
-        assert window.median_deviation(middle) == pytest.approx(statistics.median(abs(x - middle) for x in last))
+@given(numbers, st.integers(1, 12), st.integers(0, 40))
+def test_a_sorted_window_has_the_medians_of_its_last_values(values: list[float], size: int, loaded: int) -> None:
+    window = SortedWindow(size, values[:loaded], has_deviation=True)
+    for end in range(len(values[:loaded]), len(values) + 1):
+        last = values[:end][-size:]
+        assert list(window) == last
+        if last:
+            assert window.median == statistics.median(last)
+            assert window.deviation == statistics.median(abs(x - window.median) for x in last)
+        add_each([(window, value) for value in values[end : end + 1]])
 
 
 # --- each rule against its docstring -----------------------------------------------------------------------------------------

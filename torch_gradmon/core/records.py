@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from .formatting import listed, percent
-from .keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES, ROOT, Key, blocks_of, format_key, owner_of
+from .keys import PARAMETER_SOURCES, ROOT, Key, blocks_of, format_key, owner_of
 from .moments import ALWAYS, VIEWS, Column
 
 
@@ -556,14 +556,6 @@ def nonfinite_names(table: StatsTable | None) -> list[str]:
     if Column.SQUARE_SUM in table.columns:
         bad |= ~table.rows[:, Column.SQUARE_SUM].isfinite()
     return [name for name, is_bad in zip(table.names, bad.tolist(), strict=True) if is_bad]
-
-
-def spoiled_between(tables: Mapping[str, StatsTable]) -> tuple[str, ...]:
-    """The tensors that hold NaN or Inf as the optimizer used them, if no gradient did when the backward passes ended."""
-    before, after = tables.get(GRADIENT_BEFORE_CLIP), tables.get(GRADIENT)
-    if before is None or after is None or not after.sums[Column.NONFINITE] or before.sums[Column.NONFINITE]:
-        return ()
-    return tuple(name for name, bad in zip(after.names, after.rows[:, Column.NONFINITE].tolist(), strict=True) if bad)
 
 
 def brings_others(before: StatsTable | None, after: StatsTable) -> bool:

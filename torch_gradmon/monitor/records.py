@@ -664,11 +664,13 @@ class RecordPipeline:
                 record, events = self.detectors.detect(record, signals, self.absent)
                 self._is_finished = False
                 self._pass_on(record, amends=False)
-                if fetched := self.detectors.take_fetched():
-                    self.backfill(fetched)
+                if self.detectors.fetched:
+                    self.backfill(self.detectors.take_fetched())
                 self._signals = signals
                 self._plugins.call("on_record", record)
-                self._notify(events, record.context.get("action", ""))
+                action = record.context.get("action", "")
+                if events or action or self.detectors.failures or self.detectors.follow_up.rejected:
+                    self._notify(events, action)
             finally:  # where a spike raises
                 if pending.late is not None:
                     readback = pending.late_readback or pending.late.start_readback()
@@ -743,18 +745,21 @@ class RecordPipeline:
 
     def finish(self) -> None:
         """Nothing more can come for the last record, which may go out to the sinks: evaluate the signals that came late."""
-        if self.last is not None and not self._is_finished:
-            record = self.last
-            self.detect_late(is_end=True)
-            if reports := self.detectors.follow_up.reports(self.last or record, self._signals):
+        if (record := self.last) is not None and not self._is_finished:
+            self._is_finished, detectors = True, self.detectors
+            if detectors.due or detectors.awaits_loss or detectors.failures or detectors.follow_up.rejected:
+                self._detect_late(record)
+            if reports := detectors.follow_up.reports(self.last or record, self._signals):
                 self._warn(reports)
-            self.detectors.finish(self.absent)
+            if detectors.due:
+                detectors.finish(self.absent)
 
-    def detect_late(self, is_end: bool = False) -> None:
-        """Evaluate the signals that came late so far; ``is_end``: no more will come."""
-        if (record := self.last) is None or self._is_finished:
-            return
-        self._is_finished = is_end
+    def detect_late(self) -> None:
+        """Evaluate the signals that came late so far."""
+        if self.last is not None and not self._is_finished:
+            self._detect_late(self.last)
+
+    def _detect_late(self, record: StepRecord) -> None:
         events: list[SpikeEvent] = []
         if self.detectors.accepts_late_values:
             detected, events = self.detectors.detect(record, {}, self.absent)

@@ -50,14 +50,9 @@ def judge(rule: Rule, signal: str, step: int, value: float) -> Verdict:
         TypeError: ``value`` is not a number.
     """
     verdict = verdict_on(rule, signal, step, value)
-    learn(rule, value)
-    return verdict
-
-
-def learn(rule: Rule, value: float) -> None:
-    """Let ``rule`` learn ``value``, which it has scored before."""
     if math.isfinite(value := float(value)):
         rule.update(value)
+    return verdict
 
 
 def verdict_on(rule: Rule, signal: str, step: int, value: float) -> Verdict:
@@ -159,7 +154,8 @@ class SpikeDetector:
             verdict = known[2]
         else:
             verdict = verdict_on(self.rule, self.name, step, value)
-        learn(self.rule, value)
+        if math.isfinite(value := float(value)):
+            self.rule.update(value)
         return verdict
 
     def restart(self) -> None:

@@ -14,7 +14,7 @@ from ..core.errors import WarningLog
 from ..core.formatting import factor_text, times
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
 from ..core.moments import Column
-from ..core.records import SpikeEvent, StepRecord, StepValues, loss_in
+from ..core.records import SpikeEvent, StatsTable, StepRecord, StepValues, loss_in
 from ..step.summary import KEY_DOCUMENTATION, Summary, not_applied
 from .detector import SpikeDetector, Verdict
 from .hampel import LEAST
@@ -31,25 +31,25 @@ BACK, SHARE_OF_WAY = 1.5, 0.25
 
 class RecoveryTracker:
     def __init__(self) -> None:
-        # by signal: the events of a spike, and the steps and values after it
-        self._cases: dict[str, tuple[list[SpikeEvent], list[tuple[int, float]]]] = {}
+        #: by signal: the events of a spike, and the steps and values after it
+        self.cases: dict[str, tuple[list[SpikeEvent], list[tuple[int, float]]]] = {}
 
     def follow(self, event: SpikeEvent) -> None:
-        self._cases.setdefault(event.signal, ([event], []))
+        self.cases.setdefault(event.signal, ([event], []))
 
     def rewind(self, step: int) -> None:
-        for signal, (events, values) in list(self._cases.items()):
+        for signal, (events, values) in list(self.cases.items()):
             events[:] = [event for event in events if event.step < step]
             values[:] = [(known, value) for known, value in values if known < step]
             if not events:
-                del self._cases[signal]
+                del self.cases[signal]
 
     def update(self, step: int, spikes: Mapping[str, SpikeEvent], value_of: Callable[[str], float | None]) -> list[str]:
         """Take the next step, with its ``spikes`` by signal; return reports about earlier spikes that are due. One that continues in the
         next step is the same spike, and the steps after its last one count; one of more than :data:`AFTER` steps is reported anyway.
         """
         found = []
-        for signal, (events, values) in list(self._cases.items()):
+        for signal, (events, values) in list(self.cases.items()):
             if step <= events[-1].step:
                 continue
             if signal in spikes and not values:
@@ -57,7 +57,7 @@ class RecoveryTracker:
             elif (value := value_of(signal)) is not None:
                 values.append((step, value))
             if len(values) >= AFTER or len(events) > AFTER:
-                del self._cases[signal]
+                del self.cases[signal]
                 found.append(recovery_text(events, values))
         return found
 
@@ -107,7 +107,7 @@ def _range(values: Sequence[float]) -> str:
 
 # --- state of the current spikes ---
 
-_SIGNAL, _VALUE = attrgetter("signal"), attrgetter("value")
+_SIGNAL, _VALUE, _IS_SPIKE = attrgetter("signal"), attrgetter("value"), attrgetter("is_spike")
 #: Numbers of consecutive steps not applied that call for more detail: fewer are a gradient scaler's search for its scale.
 _REJECTED = (3, 30, 300)
 
@@ -150,6 +150,10 @@ class FollowUp:
 
     def reports(self, record: StepRecord, whole: Mapping[str, float]) -> list[str]:
         """Take a complete ``record``; return what there is to report on this spike's origin and on earlier ones."""
+        self.complete, added, self.added = record, self.added, []
+        if not (record.events or self.rejected or self._origin_reported or self.recovery.cases):
+            self._largest = {}
+            return added
         spikes = dict(zip(map(_SIGNAL, record.events), record.events, strict=True))
         recovered = self.recovery.update(record.step, spikes, lambda signal: value_of(signal, record, whole))
         for event in filter(self.is_new, record.events):
@@ -157,7 +161,6 @@ class FollowUp:
         before, self._largest = self._largest, {}
         for signal, event in spikes.items():
             self._largest[signal] = max(size(event), before.get(signal, 0.0))
-        self.complete, added, self.added = record, self.added, []
         return [*added, *self._origin(record), *recovered]
 
     def _origin(self, record: StepRecord) -> list[str]:
@@ -206,12 +209,14 @@ class DetectorSet:
         self.follow_up = FollowUp()
         #: fetches the records of earlier, unmonitored steps when a spike starts
         self.fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
-        self._fetched: list[StepRecord] = []
-        self._awaits_loss = False  # the last spike is NaN or Inf, and was explained before the loss of its step was logged
+        self.fetched: list[StepRecord] = []
+        self.awaits_loss = False  # the last spike is NaN or Inf, and was explained before the loss of its step was logged
         self.predicted: set[str] = set()  # signals that had a value before the optimizer stepped
-        # failed detectors stay known, because what ranks exchange must not depend on a failure; the error waits for its warning
-        self._failed: dict[str, tuple[SpikeDetector, Exception | None]] = {}
-        self._due: dict[str, tuple[SpikeDetector, set[str]]] = {}  # detectors of this step, and the signals they have had
+        # failed detectors stay known, because what ranks exchange must not depend on a failure
+        self._failed: dict[str, SpikeDetector] = {}
+        self.failures: dict[str, Exception] = {}  # those without a warning so far
+        #: detectors that may still have a value in this step, and the signals they have had
+        self.due: dict[str, tuple[SpikeDetector, set[str]]] = {}
         self._detected_in: object = None  # the values of this step in which the detectors have looked
         self._matches: dict[str, MatchingValues] = {}
         self._steps_without_value: dict[str, float] = {}  # -inf once there was a value
@@ -245,25 +250,24 @@ class DetectorSet:
         """
         if self.detectors:
             self.history.gradients.add(record.step, record.tables)
-            self._compare_like_with_like(record)
+            table = record.tables.get(GRADIENT_BEFORE_CLIP, record.tables.get(GRADIENT))
+            if table is not None and table.names != self._names:
+                self._compare_like_with_like(table)
         counts = record.applied or bool(record.skipped)  # a step that overflowed is the scaler's affair
-        if not record.interrupted:
+        if (self.follow_up.rejected or not counts) and not record.interrupted:
             self.follow_up.step_ended(applied=counts)
         self._detected_in = None
-        self._due = {}
+        self.due = {}
         if counts:
             for name, detector in self.detectors.items():
-                self._due[name] = detector, set()
+                self.due[name] = detector, set()
         else:
             absent[SUMMARY, "spike_score"] = not_applied(record.context)
 
-    def _compare_like_with_like(self, record: StepRecord) -> None:
+    def _compare_like_with_like(self, table: StatsTable) -> None:
         """Let whole-model values begin anew if parameters that never had a gradient before, as those of a network that begins late or of
         layers that were frozen, make most of it: so much that the norm without them would not be as high as a spike.
         """
-        table = record.tables.get(GRADIENT_BEFORE_CLIP, record.tables.get(GRADIENT))
-        if table is None or table.names == self._names:
-            return
         new = [row for row, name in enumerate(table.names) if name not in self._had_gradients]
         is_first, self._names = not self._had_gradients, table.names
         self._had_gradients.update(table.names)
@@ -278,13 +282,18 @@ class DetectorSet:
     def predict(self, record: StepRecord, whole: Mapping[str, float]) -> list[SpikeEvent]:
         """The events that :meth:`detect` will find in the values known so far. Nothing is learned."""
         events: list[SpikeEvent] = []
-        self._compare_like_with_like(record)
+        table = record.tables.get(GRADIENT_BEFORE_CLIP, record.tables.get(GRADIENT))
+        if table is not None and table.names != self._names:
+            self._compare_like_with_like(table)
         self.predicted = set()
         for name, detector in list(self.detectors.items()):
             try:
-                values = self._values(detector, record, whole)
-                events += self._judged(detector, record.step, values, learns=False)[1]
-                self.predicted |= values.keys()
+                if values := self._values(detector, record, whole):
+                    is_one, step = isinstance(detector.signal, str), record.step
+                    verdicts = {name: detector.predict(step, values[name])} if is_one else detector.predict_all(step, values)
+                    if any(map(_IS_SPIKE, verdicts.values())):
+                        events.append(self._event(detector, step, values, verdicts))
+                    self.predicted |= values.keys()
                 if name == MAIN_SIGNAL:
                     self.predicted.add(USED_SIGNAL)  # the decision counts NaN and Inf by itself
             except Exception as error:  # of a user's rule; the other detectors go on
@@ -292,15 +301,13 @@ class DetectorSet:
         return events
 
     def _switch_off(self, name: str, error: Exception) -> None:
-        self._failed[name] = self.detectors.pop(name), error
-        self._due.pop(name, None)
+        self._failed[name], self.failures[name] = self.detectors.pop(name), error
+        self.due.pop(name, None)
 
     def warn_of_failures(self) -> None:
         """Warn of detectors that failed and are off. Their errors are dropped, since they hold frames of the training loop."""
-        for name, (detector, error) in list(self._failed.items()):
-            if error is not None:
-                self._failed[name] = detector, None
-                self._complaints.add(f"detector:{name}", f"the spike detector of {name} failed and is off", error)
+        for name in list(self.failures):
+            self._complaints.add(f"detector:{name}", f"the spike detector of {name} failed and is off", self.failures.pop(name))
 
     @property
     def signals(self) -> list[str]:
@@ -315,20 +322,25 @@ class DetectorSet:
             return record, []
         scores: dict[Key, float] = {}
         events: list[SpikeEvent] = []
-        for name, (detector, done) in list(self._due.items()):
-            if done and isinstance(detector.signal, str):  # it has had its one value
-                continue
+        step = record.step
+        for name, (detector, done) in list(self.due.items()):
             try:
-                is_first = not done
-                values = self._values(detector, record, whole, with_tables=is_first)  # tables are complete at the first call
+                is_first, is_one = not done, isinstance(detector.signal, str)
+                value = whole.get(name) if is_one else None
+                # tables are complete at the first call
+                values = self._values(detector, record, whole, with_tables=is_first) if value is None else {name: value}
                 if done:
                     values = {signal: value for signal, value in values.items() if signal not in done}
-                if values:
-                    done.update(values)
-                    self._steps_without_value[name] = -math.inf
-                verdicts, spikes = self._judged(detector, record.step, values, learns=True)
-                events += spikes
-                if is_first and values and name == MAIN_SIGNAL and self.history.gradients.spoiled:
+                if not values:
+                    continue
+                done.update(values)
+                if is_one:
+                    del self.due[name]
+                self._steps_without_value[name] = -math.inf
+                verdicts = {name: detector.update(step, values[name])} if is_one else detector.update_all(step, values)
+                if any(map(_IS_SPIKE, verdicts.values())):
+                    events.append(self._event(detector, step, values, verdicts))
+                if is_first and name == MAIN_SIGNAL and self.history.gradients.spoiled:
                     norm = math.sqrt(record.tables[GRADIENT].sums[Column.SQUARE_SUM])
                     norm = math.nan if math.isfinite(norm) else norm  # finite where some tensors alone have squares
                     limit = float(detector.rule.threshold)
@@ -343,7 +355,7 @@ class DetectorSet:
                 else:
                     absent[key.source, key.metric or key.name] = _NO_SCORE
         try:
-            if self._awaits_loss:
+            if self.awaits_loss:
                 record = self._revised(record)
             if scores or events:
                 events = self._explained(events, record) if events else events
@@ -355,29 +367,16 @@ class DetectorSet:
         self._detected_in = record.values
         return record, events
 
-    def _judged(
-        self, detector: SpikeDetector, step: int, values: Mapping[str, float], learns: bool
-    ) -> tuple[Mapping[str, Verdict], list[SpikeEvent]]:
-        """The verdicts, and at most one event: of many signals that spike together it names the most suspicious."""
-        verdicts: dict[str, Verdict] = {}
-        if isinstance(detector.signal, re.Pattern):
-            together = detector.update_all if learns else detector.predict_all
-            verdicts = together(step, values) if values else {}
-        else:
-            one = detector.update if learns else detector.predict
-            for signal, value in values.items():
-                verdicts[signal] = one(step, value)
-        spikes: dict[str, Verdict] = {}
-        for signal, verdict in verdicts.items():
-            if verdict.is_spike:
-                spikes[signal] = verdict
-        if not spikes:
-            return verdicts, []
+    def _event(
+        self, detector: SpikeDetector, step: int, values: Mapping[str, float], verdicts: Mapping[str, Verdict]
+    ) -> SpikeEvent:
+        """One event for all spikes among the ``verdicts``: it names the most suspicious signal."""
+        spikes = {signal: verdict for signal, verdict in verdicts.items() if verdict.is_spike}
         first = next(iter(spikes)) if len(spikes) == 1 else self.history.first(step, spikes)
         event = detector.event(step, values[first], spikes[first], first)
         if others := len(spikes) - 1:
             event = replace(event, reason=f"{event.reason}, and {others} of the {len(verdicts) - 1} others spike with it")
-        return verdicts, [event]
+        return event
 
     def _values(
         self, detector: SpikeDetector, record: StepRecord, whole: Mapping[str, float], with_tables: bool = True
@@ -390,17 +389,17 @@ class DetectorSet:
     # --- where a spike comes from, as the text of its event ----------------------------------------------------------------------
 
     def take_fetched(self) -> list[StepRecord]:
-        taken, self._fetched = self._fetched, []
+        taken, self.fetched = self.fetched, []
         return taken
 
     def _explained(self, events: list[SpikeEvent], record: StepRecord) -> list[SpikeEvent]:
         if any(map(self.follow_up.is_new, events)):
             for earlier in self.fetch_recorded():
-                self._fetched.append(earlier)
+                self.fetched.append(earlier)
                 self.history.gradients.backfill(earlier.step, earlier.tables)
         if any(map(self.follow_up.is_largest, events)):  # a spike that shrinks is explained already
             largest, loss = max(map(size, events)), loss_in(record.values)
-            self._awaits_loss = loss is None and largest == math.inf
+            self.awaits_loss = loss is None and largest == math.inf
             events = self._with_causes(events, record, largest, loss)
         return [replace(event, action=record.context.get("action", "")) for event in events]
 
@@ -420,9 +419,9 @@ class DetectorSet:
         """The same record, with what its loss, logged after the end of the step, tells about NaN and Inf in it."""
         infinite = [event for event in record.events if size(event) == math.inf]
         if not infinite or (loss := loss_in(record.values)) is None:
-            self._awaits_loss = bool(infinite)
+            self.awaits_loss = bool(infinite)
             return record
-        self._awaits_loss = False
+        self.awaits_loss = False
         events = self._with_causes(record.events, record, math.inf, loss)
         if any(map(self.follow_up.is_new, infinite)) and events[0].where != record.events[0].where:
             self.follow_up.added.append(f"step {record.step}: {events[0].where}")
@@ -431,7 +430,7 @@ class DetectorSet:
     # --- what is watched -----------------------------------------------------------------------------------------------------------
 
     def _watched(self) -> list[str | re.Pattern[str]]:
-        return [detector.signal for detector in (*self.detectors.values(), *(failed for failed, _ in self._failed.values()))]
+        return [detector.signal for detector in (*self.detectors.values(), *self._failed.values())]
 
     @property
     def watches_values(self) -> bool:
@@ -451,7 +450,7 @@ class DetectorSet:
 
     def finish(self, absent: Absent) -> None:
         """The record is complete: warn, once for each, about signals that never had a value in all steps allowed for that."""
-        waited, self._due = self._due, {}
+        waited, self.due = self.due, {}
         for signal in waited:
             count, name = self._steps_without_value.get(signal, 0) + 1, signal.removeprefix(f"{SUMMARY}/")
             self._steps_without_value[signal] = count

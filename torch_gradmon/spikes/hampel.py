@@ -16,57 +16,54 @@ from ..core.validation import positive
 class SortedWindow:
     """The last ``size`` values. Adding one moves a few hundred bytes at most; medians take no sorting.
 
-    >>> window = SortedWindow(3, [9.0, 1.0, 2.0, 4.0])
-    >>> window.median, window.median_deviation(2.0)
+    >>> window = SortedWindow(3, [9.0, 1.0, 2.0, 4.0], has_deviation=True)
+    >>> window.median, window.deviation
     (2.0, 1.0)
 
     Attributes:
         median: that of an even number of values is the mean of the two in the middle; NaN without values.
+        deviation: the median of ``|x - median|``; NaN without values, or where it is not kept.
     """
 
-    def __init__(self, size: int, values: Iterable[float] = ()) -> None:
-        self.size = size
+    def __init__(self, size: int, values: Iterable[float] = (), has_deviation: bool = False) -> None:
+        self.size, self.has_deviation = size, has_deviation
         self.load(values)
 
     def load(self, values: Iterable[float]) -> None:
-        self._in_time: deque[float] = deque()
-        self.in_order: list[float] = []
-        self.median = math.nan
-        for value in values:
-            self.add(value)
-
-    def add(self, value: float) -> None:
-        """Take ``value``, which is no NaN, for the oldest one."""
-        ordered = self.in_order
-        if len(ordered) == self.size:
-            del ordered[bisect_left(ordered, self._in_time.popleft())]
-        self._in_time.append(value)
-        insort(ordered, value)
-        middle = len(ordered) // 2
-        self.median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        kept = list(values)[-self.size :]
+        self.in_time, self.in_order = deque(kept[:-1]), sorted(kept[:-1])
+        self.median = self.deviation = math.nan
+        self.nearest = 0  # where in their order the values begin that are nearest to the median
+        add_each([(self, last) for last in kept[-1:]])  # the medians come with the last one
 
     def __iter__(self) -> Iterator[float]:
-        return iter(self._in_time)
+        return iter(self.in_time)
 
-    def median_deviation(self, center: float) -> float:
-        """The median of ``|x - center|``. There must be a value."""
-        ordered, half, found = self.in_order, len(self.in_order) // 2, []
-        split = bisect_left(ordered, center)
-        # distances grow to both sides of the center, so that the nearest ``rank`` values are neighbours: what is sought is how many of
-        # them lie below it
-        for rank in (half + 1,) if len(ordered) % 2 else (half, half + 1):
-            fewest, most = max(0, rank - len(ordered) + split), min(rank, split)
-            while fewest < most:
-                below = (fewest + most) // 2
-                above = rank - below
-                if above > 0 and center - ordered[split - below - 1] < ordered[split + above - 1] - center:
-                    fewest = below + 1
-                else:
-                    most = below
-            lower = center - ordered[split - fewest] if fewest else -math.inf
-            upper = ordered[split + rank - fewest - 1] - center if fewest < rank else -math.inf
-            found.append(max(lower, upper))
-        return sum(found) / len(found)
+
+def add_each(pairs: Iterable[tuple[SortedWindow, float]]) -> None:
+    """Each window takes its value, which is no NaN, for its oldest one. A step adds to four of them, in one call."""
+    for window, value in pairs:
+        ordered = window.in_order
+        if len(ordered) == window.size:
+            del ordered[bisect_left(ordered, window.in_time.popleft())]
+        window.in_time.append(value)
+        insort(ordered, value)
+        size = len(ordered)
+        half = size // 2
+        center = window.median = ordered[half] if size % 2 else (ordered[half - 1] + ordered[half]) / 2
+        if not window.has_deviation:
+            continue
+        low, total = window.nearest, 0.0
+        # distances grow to both sides of the center, so that the nearest ``rank`` values are neighbours, and nearly those of the last time
+        for rank in (half + 1,) if size % 2 else (half, half + 1):
+            if low + rank > size:
+                low = size - rank
+            while low and center - ordered[low - 1] < ordered[low + rank - 1] - center:
+                low -= 1
+            while low + rank < size and center - ordered[low] > ordered[low + rank] - center:
+                low += 1
+            total += max(center - ordered[low], ordered[low + rank - 1] - center)
+        window.nearest, window.deviation = low, total if size % 2 else total / 2
 
 
 # --- settings ---
@@ -164,7 +161,7 @@ class Hampel:
         #: the last values of each level, as positions: logarithms, or the values themselves
         self._levels = {"near": SortedWindow(near), "far": SortedWindow(far)}
         #: their distances to the median before them
-        self._residuals = {name: SortedWindow(self.window) for name in self._levels}
+        self._residuals = {name: SortedWindow(self.window, has_deviation=True) for name in self._levels}
         self._between: deque[float] = deque()
         self._recent: deque[tuple[float, bool]] = deque(maxlen=RECENT)
         # above the threshold; -inf for the others
@@ -197,7 +194,7 @@ class Hampel:
             return self._scored[1]
         score = None
         if self._count >= JUDGES and not (value < 0 and not self.linear):
-            position = value if self.linear else log_of(value)
+            position = value if self.linear else math.log(value) if value > 0 else LOG_OF_ZERO
             score = -math.inf
             # a rise of the logarithm by log(least) is a factor of ``least``
             least = math.log(self.least) + self.early / self._count
@@ -205,8 +202,7 @@ class Hampel:
                 median, residuals = self._levels[name].median, self._residuals[name]
                 spread = (abs(median) if self.linear else 1.0) * least / self.threshold
                 if len(residuals.in_order) >= FEWEST_RESIDUALS:
-                    deviation = residuals.median_deviation(residuals.median)
-                    spread = max(spread, MAD_TO_STD * deviation * (1 + EARLY_SPREAD / self._count))
+                    spread = max(spread, MAD_TO_STD * residuals.deviation * (1 + EARLY_SPREAD / self._count))
                 rise = position - median
                 score = max(score, rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0)
             if score > self.threshold and self._is_usual(position):
@@ -222,21 +218,22 @@ class Hampel:
         """Learn a finite ``value`` unless its score is that of a spike."""
         if value < 0 and not self.linear:
             self._restart()
-        score, position = self.score(value), (value if self.linear else log_of(value))
-        self._scored = None
+        score, self._scored = self.score(value), None
+        position = value if self.linear else math.log(value) if value > 0 else LOG_OF_ZERO
         is_spike = score is not None and score > self.threshold
         is_high = score is not None and score >= self.threshold
         self._peaks.append(position if is_high else -math.inf)
         self._recent.append((position, is_spike))
         if not is_spike:
-            for name, level in self._levels.items():
-                if len(level.in_order) >= FIRST:
-                    self._residuals[name].add(position - level.median)
-            self._count += 1
-            self._levels["near"].add(position)
+            learned = [(self._levels["near"], position)]
             self._between.append(position)
             if len(self._between) > self.lag:
-                self._levels["far"].add(self._between.popleft())
+                learned.append((self._levels["far"], self._between.popleft()))
+            for name, level in self._levels.items():
+                if len(level.in_order) >= FIRST:
+                    learned.append((self._residuals[name], position - level.median))
+            self._count += 1
+            add_each(learned)
         is_oldest = len(self._recent) == RECENT and self._recent[0][1]
         if is_spike or is_oldest:
             spikes = [spike for _, spike in self._recent].count(True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.validation import positive, share
 from . import hampel
-from .hampel import LOG_OF_ZERO, MAD_TO_STD, RECENT, Hampel, SortedWindow, log_of, value_at
+from .hampel import LOG_OF_ZERO, MAD_TO_STD, RECENT, Hampel, SortedWindow, add_each, log_of, value_at
 
 
 class Rule(Protocol):
@@ -341,7 +341,7 @@ class MedianMad(StatefulRule):
     _state = ("_values", "_run")
 
     def __init__(self, window: int = 128, threshold: float = 6.0, floor: float = 0.03, warmup: int = 16, accept: int = 5) -> None:
-        self._values = SortedWindow(positive("window", window, whole=True))
+        self._values = SortedWindow(positive("window", window, whole=True), has_deviation=True)
         self.threshold, self._floor = positive("threshold", threshold), positive("floor", floor)
         self._warmup, self._accept = positive("warmup", warmup, whole=True), positive("accept", accept, whole=True)
         if warmup > window:
@@ -357,15 +357,14 @@ class MedianMad(StatefulRule):
         """Robust standard deviations above the median; negative below it."""
         if len(self._values.in_order) < self._warmup:
             return None
-        median = self._values.median
-        return (log_of(value) - median) / max(MAD_TO_STD * self._values.median_deviation(median), self._floor)
+        return (log_of(value) - self._values.median) / max(MAD_TO_STD * self._values.deviation, self._floor)
 
     def update(self, value: float) -> None:
         """Learn ``value``; a spike only as part of a lasting change of level."""
         score = self.score(value)
         if score is None or score <= self.threshold:
             self._run.clear()
-            self._values.add(log_of(value))
+            add_each([(self._values, log_of(value))])
             return
         self._run.append(log_of(value))
         if len(self._run) >= self._accept:

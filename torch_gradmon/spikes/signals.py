@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, SPIKE_SCORE, SUMMARY, Key, format_key, parse_key
 from ..core.moments import VIEWS, Column
-from ..core.records import SpikeEvent, StatsTable, StepRecord, spoiled_between
+from ..core.records import SpikeEvent, StatsTable, StepRecord
 from ..step.plan import value_in, values_in
 from .hampel import REMEMBERED
 
@@ -189,8 +189,12 @@ class GradientNormHistory:
         if GRADIENT_BEFORE_CLIP in tables and self.source == GRADIENT:
             self.source = GRADIENT_BEFORE_CLIP
             self._steps.clear()
-        self.rewind(step)
-        self.spoiled = spoiled_between(tables)
+        if self._steps and self._steps[-1].step >= step:
+            self.rewind(step)
+        before, after, self.spoiled = tables.get(GRADIENT_BEFORE_CLIP), tables.get(GRADIENT), ()
+        if after is not None and after.sums[Column.NONFINITE] and before is not None and not before.sums[Column.NONFINITE]:
+            counts = after.rows[:, Column.NONFINITE].tolist()
+            self.spoiled = tuple(name for name, count in zip(after.names, counts, strict=True) if count)
         if (table := tables.get(self.source)) is not None and Column.SQUARE_SUM in table.columns:
             self._steps.append(_Known(step, table, self.spoiled))
 
