@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # imported where an option asks for them
 
 #: Called in idle steps too, of plugins that watch these.
 _BOUNDARIES = ("on_step_open", "on_step_closing", "on_step_closed")
-#: Of plugins that are quiet not called.
+#: Of quiet plugins not called, nor what :meth:`PluginSet.wants` asks.
 _OF_STEPS = frozenset({*_BOUNDARIES, "annotate", "on_record"})
 #: Called in idle steps, or asked, whatever a plugin watches.
 _IN_ALL_STEPS = ("wants", "on_optimizer_step", "after_attempt", "requires_gradients")
@@ -164,8 +164,10 @@ class PluginSet:
             self.tell(which, "on_alert", step)
 
     def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
-        for _, method in self._calls["wants"]:
-            asked = method(step, asked, ahead)
+        self.built_in.detail.look()
+        for plugin, method in self._calls["wants"]:
+            if not plugin.is_quiet:
+                asked = method(step, asked, ahead)
         return asked
 
     @property

@@ -124,15 +124,15 @@ class RequestFile:
     ) -> None:
         self._path, self._session = directory / change.FILE_NAME, session
         self._warn, self._is_ours, self._clock = warn, is_ours, clock
-        self._due = clock()
+        self.due = clock()
         self._seen: tuple[int, ...] | None = None
         self._last = DetailRequest()
 
     def look(self) -> DetailRequest | None:
         now = self._clock()
-        if now < self._due:
+        if now < self.due:
             return None
-        self._due = now + PERIOD
+        self.due = now + PERIOD
         if not self._is_ours():
             return None
         try:
@@ -309,13 +309,18 @@ class LiveDetail(Plugin):
         """All idle steps while no request is known; a look at the file is due after a second, see :class:`StepProgram`."""
         return 0 if self.watches_idle_steps or self.in_force is not None else sys.maxsize
 
-    def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
+    def look(self) -> None:
+        """Look for a request of another process, if a look is due."""
+        if self._file is None or time.monotonic() < self._file.due:
+            return
         try:
-            if self._file is not None and (found := self._file.look()) is not None:
+            if (found := self._file.look()) is not None:
                 self._ask(found)
         except GradmonWarning as error:  # where warnings are errors; raised where it costs no step
             self._raised = error
             self._watch()
+
+    def wants(self, step: int, asked: bool, ahead: int | None = 0) -> bool:
         if self.in_force is None or self.in_force.every is None or ahead is None:
             return asked
         begun = self.context.is_step_open and step != self.context.step  # another one is open, the first of those that are left

@@ -157,7 +157,8 @@ class Plugin:
     #: Whether the methods of a step are called also in idle steps, in which nothing is measured. Most steps of most trainings are idle, so
     #: this costs the most; a plugin may change it at any time.
     watches_idle_steps = False
-    #: Set while it has nothing to do at the boundaries and with the records of monitored steps: what it overrides is not called then.
+    #: Set while it has nothing to do at the boundaries and with the records of monitored steps, nor with which steps are monitored: what
+    #: it overrides for that is not called then.
     is_quiet = False
     #: Whether gradients are measured for this plugin also in steps that are not monitored: its :meth:`before_optimizer_step` and
     #: :meth:`on_step_closing` get them in ``step.buffer``. Asked in every such step.
