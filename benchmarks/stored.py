@@ -90,7 +90,7 @@ class Database:
         """One commit."""
         tables = {} if update else {source: table for source, table in record.tables.items() if not table.same_as}
         values = record.values_beside_views(record.values).by_key
-        blobs = pack([(table, True) for table in tables.values()])
+        blobs = pack([(table.rows.numpy(), table.columns, True) for table in tables.values()])
         row = record.step, record.time, np.array(list(values.values())).tobytes(), json.dumps(record.context)
         self._base.execute("BEGIN")
         self._base.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", row)

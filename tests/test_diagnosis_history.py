@@ -252,7 +252,8 @@ def _record(step: int, parameters: int = 3, spikes: bool = False) -> StepRecord:
 def test_a_memory_is_bounded_by_number_and_by_bytes_and_keeps_ends_and_spikes() -> None:
     memory = RecordSample(most=100)
     for step in range(5000):
-        memory.keep(_record(step, spikes=step == 70))
+        record = _record(step, spikes=step == 70)
+        memory.keep(record, record.tables)
         assert len(memory.records()) < 200
     steps = [record.step for record in memory.records()]
     assert {0, 1, 70, 4999} <= set(steps)
@@ -260,14 +261,15 @@ def test_a_memory_is_bounded_by_number_and_by_bytes_and_keeps_ends_and_spikes() 
     assert float(memory.records()[0].tables["gradient"].rows[0, 0]) == 0.0
     heavy = RecordSample(budget=60 * 1000 * 64)
     for step in range(500):
-        heavy.keep(_record(step, parameters=1000))
+        record = _record(step, parameters=1000)
+        heavy.keep(record, record.tables)
     assert len(heavy.records()) < 120
 
 
 def test_a_memory_takes_a_step_again_and_forgets_a_branch() -> None:
     memory = RecordSample()
     for step in (0, 1, 2, 2, 3):
-        memory.keep(_record(step))
+        memory.keep(record := _record(step), record.tables)
     assert [record.step for record in memory.records()] == [0, 1, 2, 3]
     memory.rewind(2)
     assert [record.step for record in memory.records()] == [0, 1]

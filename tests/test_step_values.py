@@ -15,6 +15,8 @@ from torch_gradmon import ModuleMonitor, load_run, watch
 from torch_gradmon.core.keys import KEY_ORDERS, Key, format_key
 from torch_gradmon.core.moments import VIEWS
 from torch_gradmon.core.records import Block, KeyFormatter, StepValues
+from torch_gradmon.runs import format as f
+from torch_gradmon.runs.log import LogReader
 from torch_gradmon.step.plan import checked_aggregation
 
 A, B, C = (Key("gradient", name, "norm") for name in "abc")
@@ -99,6 +101,43 @@ def test_a_kept_record_takes_little_more_than_its_numbers(tmp_path: Path) -> Non
         assert all(isinstance(block.numbers, array) for block in views)
         assert record.values._by_key is None
     monitor.detach()
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_a_number_that_is_logged_late_counts_as_one_that_is_merged(stores: bool, tmp_path: Path) -> None:
+    """With a named aggregation each value goes through a buffer of its own."""
+    seen, added = list[list[str]](), []
+    for aggregation in (None, "mean"):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        path = tmp_path / str(aggregation)
+        monitor = watch(model, optimizer, run_dir=path if stores else None)
+        shown: list[str] = []
+        monitor.add_sink(lambda values, step, shown=shown: shown.append(repr(values)), keys="^(?!.*overhead)")
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = model(torch.full((4, 3), float(step))).square().sum()
+            loss.backward()
+            if step % 4 == 3:
+                monitor.log_scalar("early", step, aggregation)
+            optimizer.step()
+            monitor.log_scalar("loss", loss.detach(), aggregation)
+            if stores and aggregation is None:
+                assert load_run(path).record(step).metrics["loss"] == loss.item(), "the file has it by now"
+            monitor.log_scalar("zero", -0.0, aggregation)
+            if step % 3 == 2:
+                monitor.log_scalar("loss", 3.0, aggregation)
+                monitor.log_scalar("nan", float("nan"), aggregation)
+        monitor.detach()
+        seen.append(shown)
+        if stores:
+            records = (record.data for record in LogReader(path / f.name_of(1, f.VALUES)).follow())
+            frames = (f.frame_of(data) for data in records if data[:1] == f.STEP)
+            added.append([(frame.step, frame.keys, frame.values.tobytes()) for frame in frames if frame.flags & f.AMENDS])
+    assert seen[0] == seen[1]
+    assert (len(seen[0]), sum("'loss'" in text and "'zero': 0.0" in text for text in seen[0])) == (12, 12)
+    assert added == [added[0]] * 2 if stores else not added
 
 
 class Branching(nn.Module):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import compress, filterfalse, takewhile
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -65,17 +65,18 @@ class StepValues(Mapping[Key, float]):
             late = len(list(takewhile(lambda block: not block.table, reversed(blocks))))
             if late >= _BLOCKS:
                 blocks = (*blocks[:-late], *in_blocks(StepValues(*blocks[-late:]).by_key))
-        return StepValues(*blocks, *in_blocks(more))
+        return StepValues(*blocks, Block(tuple(more), tuple(more.values())))
 
     def since(self, before: StepValues) -> StepValues:
         """The values that came after ``before``, which these were made from by :meth:`updated`; else all."""
-        shared = len(before.blocks)
-        is_continued = len(self.blocks) >= shared and all(a is b for a, b in zip(before.blocks, self.blocks, strict=False))
-        return StepValues(*self.blocks[shared if is_continued else 0 :])
+        is_continued = len(self.blocks) >= len(before.blocks) and all(map(is_, before.blocks, self.blocks))
+        return StepValues(*self.blocks[len(before.blocks) if is_continued else 0 :])
 
     @property
     def rest(self) -> StepValues:
         """The values that are no views of tables."""
+        if not any(map(_TABLE, self.blocks)):
+            return self
         if self._rest is None:
             self._rest = StepValues(*filterfalse(_TABLE, self.blocks))
         return self._rest
@@ -189,7 +190,7 @@ class KeyFormatter:
         self._layout: dict[str, float] = {}  # its keys; filling a copy is faster than a new dict
 
     def __call__(self, values: Mapping[Key, float]) -> dict[str, float]:
-        blocks, last = in_blocks(values), self._of_block
+        blocks, last = values.blocks if isinstance(values, StepValues) else in_blocks(values), self._of_block
         is_new, texts_of = len(blocks) != len(last), []
         for place, (keys, *_) in enumerate(blocks):
             known, texts = last[place] if place < len(last) else ((), [])

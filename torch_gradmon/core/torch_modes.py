@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
@@ -418,11 +418,11 @@ class HomeProcess:
     """The process that made this object. A forked worker has a copy of it, and must not touch what the object's owner has open."""
 
     def __init__(self) -> None:
-        self._number = os.getpid()
+        self.number = os.getpid()
 
     @property
     def is_forked(self) -> bool:
-        return os.getpid() != self._number
+        return os.getpid() != self.number
 
 
 class SharedContext:
@@ -580,9 +580,8 @@ def _outside_of_all_modes() -> Iterator[None]:
         yield
 
 
-def fresh_grad_mode() -> AbstractContextManager[object]:
-    """A context with gradients and without inference mode, as in a new thread: for functions of the script, which may train."""
-    return torch.inference_mode(False)
+#: Makes a context with gradients and without inference mode, as in a new thread: for functions of the script, which may train.
+fresh_grad_mode = partial(torch.inference_mode, False)
 
 
 @contextlib.contextmanager

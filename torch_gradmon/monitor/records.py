@@ -18,7 +18,7 @@ from ..core.errors import GradmonWarning, SpikeError, WarningLog
 from ..core.fence import Fence
 from ..core.formatting import listed, placed, printable
 from ..core.keys import Key
-from ..core.records import KeyFormatter, SpikeEvent, StepRecord, StepValues, loss_among
+from ..core.records import KeyFormatter, SpikeEvent, StatsTable, StepRecord, StepValues, loss_among
 from ..core.torch_modes import HomeProcess, fresh_grad_mode, outside_dispatch_modes, process_facts
 from ..core.validation import subsample_steps
 from ..plugins.reactions import Policy, policy_of
@@ -92,6 +92,7 @@ class RunDirectory:
         tells: whether a line on stderr says at the end what is wrong with the run.
 
     Attributes:
+        path: the run directory of this rank, or of the one that writes its output.
         facts: about the run, with a directory or without.
         has_lost: a step is not in the run directory, as far as is known.
         keep_alive: the writer, which must stay alive until the last record is written.
@@ -108,6 +109,7 @@ class RunDirectory:
         self._writer: RunWriter | None = None
         self._process = HomeProcess()
         self.keep_alive: list[object] = []
+        self.path: Path | None = None
         self._path, self._complaints, self._is_muted = path, complaints, is_muted
         self.facts: dict[str, Any] = dict(meta)
         self.has_lost = False
@@ -130,16 +132,12 @@ class RunDirectory:
         self.facts["process"] = process_facts()
         if not self._is_muted():
             self._opened(path)
+        self.path = Path(path)
 
     def __del__(self) -> None:
         self._end()
         if self._path is not None and self._is_to_tell():  # at any moment of the script, whose end is soon enough
             atexit.register(say, self._path)
-
-    @property
-    def path(self) -> Path | None:
-        """The run directory of this rank, or of the one that writes its output."""
-        return None if self._path is None else Path(self._path)
 
     @property
     def description(self) -> str:
@@ -178,8 +176,8 @@ class RunDirectory:
                 writer.rewind(step)
 
     def write(self, record: StepRecord, amends: bool = False, backfills: bool = False) -> None:
-        """Store ``record``: of a new step, in place of the last one, or of an earlier step."""
-        if self._path is None or self._process.is_forked or self._is_muted():
+        """Store ``record``: of a new step, in place of the last one, or of an earlier step; on the rank that writes."""
+        if self._path is None or os.getpid() != self._process.number:
             return
         # what would be amended is lost with the directory
         if self._is_taken or (self._is_lost and (amends or self._obstacle(self._path))):
@@ -190,9 +188,11 @@ class RunDirectory:
         from ..runs.writer import Superseded
 
         try:
-            if not amends and self._writer is not None and self._vanished(self._writer, self._path, record.step):
-                return
             writer = self._writer or self._opened(self._path)
+            if not amends and (found := writer.presence()) != "there":
+                if self._vanished(found, writer, self._path, record.step):
+                    return
+                writer = self._opened(self._path)
             if not self._has_claimed:
                 self._claim(writer)
             writer.log(record, update=amends, backfill=backfills)
@@ -222,14 +222,12 @@ class RunDirectory:
                 writer.annotate({"unwritten": self._unwritten, "lost_after": writer.last, "lost_why": why})
                 self._is_noted = True
 
-    def _vanished(self, writer: RunWriter, path: str | os.PathLike[str], step: int | None = None) -> bool:
-        """Whether nothing can be recorded now because someone else took the file away.
+    def _vanished(self, found: str, writer: RunWriter, path: str | os.PathLike[str], step: int | None = None) -> bool:
+        """Whether nothing can be recorded now because someone else took the file away: it was ``found`` deleted or replaced.
 
         Where it was deleted, it is made anew for ``step`` and later ones, unless that is None. Not with its parents: who deletes a whole
         tree of runs, as of a temporary directory, does not want it back. The remedy is in the warning.
         """
-        if (found := writer.presence()) == "there":
-            return False
         self.has_lost = True
         span = "" if writer.last is None else f" up to {writer.last}"
         self._close()
@@ -285,8 +283,8 @@ class RunDirectory:
 
         ``raised`` is the exception that ends the training, as text.
         """
-        if (writer := self._own) is not None and self._path is not None:
-            self._vanished(writer, self._path)
+        if (writer := self._own) is not None and self._path is not None and (found := writer.presence()) != "there":
+            self._vanished(found, writer, self._path)
         self._end(raised)
         if self._path is not None and self._is_to_tell():
             say(self._path)
@@ -418,9 +416,9 @@ class Publisher:
             shown.pop(self.format_keys.text(key), None)
         return shown
 
-    def put(self, record: StepRecord, amends: bool) -> None:
+    def put(self, record: StepRecord, amends: bool, is_muted: bool) -> None:
         """Take a step's record. ``amends``: it replaces the previous one."""
-        if self._process.is_forked or (self._is_muted() and not self._receivers()):
+        if os.getpid() != self._process.number or (is_muted and not self._receivers()):
             return
         if self._waiting is not None and not amends:
             self.publish()
@@ -430,15 +428,12 @@ class Publisher:
             self._complaints.add("late", f"a value for step {record.step} came after the step had gone out to the sinks")
 
     def publish(self) -> None:
-        if self._waiting is None or self._process.is_forked:
+        if self._waiting is None or os.getpid() != self._process.number:
             return
         record, self._waiting = self._waiting, None
-        receivers = self._receivers()
+        receivers = self._receivers() if self.sinks else ()
         values: dict[str, float] = {}
-        texts = []
-        if receivers:
-            for event in record.events:
-                texts.append((event, str(event)))
+        texts = [*zip(record.events, map(str, record.events), strict=True)]
         first: Warning | None = None
         for sink in receivers:
             try:
@@ -484,17 +479,16 @@ class RecordHistory:
         return step in self._records
 
     def keep(self, record: StepRecord) -> None:
-        self._keep(self._records, replace(record, tables={}, rng={}))
-        self.sample.keep(record)
+        known = self._records[record.step] = replace(record, tables={}, rng={})
+        if len(self._records) > self._length:
+            self._records.popitem(last=False)
+        self.sample.keep(known, record.tables)
 
     def backfill(self, record: StepRecord) -> None:
         self._suspects.gradients.backfill(record.step, record.tables)
-        self._keep(self._backfilled, replace(record, tables={}))
-
-    def _keep(self, known: OrderedDict[int, StepRecord], record: StepRecord) -> None:
-        known[record.step] = record
-        while len(known) > self._length:
-            known.popitem(last=False)
+        self._backfilled[record.step] = replace(record, tables={})
+        if len(self._backfilled) > self._length:
+            self._backfilled.popitem(last=False)
 
     def rewind(self, step: int) -> None:
         """Drop the records from ``step`` on, which belong to another branch."""
@@ -524,30 +518,33 @@ class RecordSample:
 
     def __init__(self, most: int = MOST, budget: int = BYTES) -> None:
         self._most, self._budget = most, budget
-        self._records: dict[int, StepRecord] = {}
+        self._known: dict[int, tuple[StepRecord, Mapping[str, StatsTable]]] = {}
         self.is_whole = True  # nothing was forgotten
 
-    def keep(self, record: StepRecord) -> None:
-        """Take ``record``, in place of one of its step, without the values that follow from its tables, which may be thousands."""
-        self._records[record.step] = replace(record, values=record.values_beside_views(), rng={})
+    def keep(self, record: StepRecord, tables: Mapping[str, StatsTable]) -> None:
+        """Take ``record``, in place of one of its step, and its ``tables``."""
+        self._known[record.step] = record, tables
         size = 0
-        for table in record.tables.values():
+        for table in tables.values():
             size += 0 if table.same_as else table.rows.nbytes
         cap = max(min(self._most, self._budget // max(size, 1)), FEWEST)
-        if len(self._records) >= 2 * cap:  # rarely, so that a step costs next to nothing
-            events = by_size(event for known in self._records.values() for event in known.events)
-            loss = loss_among({key for known in self._records.values() for key in known.values})
-            liked = sorted(step for step, known in self._records.items() if loss in known.values)
-            chosen = set(subsample_steps(sorted(self._records), events, cap, liked))
-            self._records = {step: known for step, known in self._records.items() if step in chosen}
+        if len(self._known) >= 2 * cap:  # rarely, so that a step costs next to nothing
+            records = self.records()
+            events = by_size(event for known in records for event in known.events)
+            loss = loss_among({key for known in records for key in known.values})
+            liked = [known.step for known in records if loss in known.values]
+            chosen = set(subsample_steps([known.step for known in records], events, cap, liked))
+            self._known = {known.step: (known, known.tables) for known in records if known.step in chosen}
             self.is_whole = False
 
     def rewind(self, step: int) -> None:
         """Drop the records from ``step`` on, which belong to another branch: the run resumes at ``step``."""
-        self._records = {known: record for known, record in self._records.items() if known < step}
+        self._known = {known: record for known, record in self._known.items() if known < step}
 
     def records(self) -> list[StepRecord]:
-        return [self._records[step] for step in sorted(self._records)]
+        """In the order of steps, without the values that follow from tables, which may be thousands."""
+        records = [replace(record, tables=tables) for _, (record, tables) in sorted(self._known.items())]
+        return [replace(record, values=record.values_beside_views()) for record in records]
 
 
 # --- The way of a monitored step's record through its consumers ---
@@ -597,6 +594,7 @@ class RecordPipeline:
         self.observers: list[Callable[[StepRecord, bool], object]] = []
         self._signals: Mapping[str, float] = {}  # the whole-model values of the last record
         self._late: StepBuffer | None = None  # merges what is logged for the last step
+        self._added: Mapping[Key, float] = {}  # the values of this buffer that the last record has
         self._is_finished = True
 
     def __del__(self) -> None:
@@ -659,7 +657,7 @@ class RecordPipeline:
             pending = self.waiting.popleft()
             record, signals = self.factory.make(pending)
             try:
-                self._late, self.absent = pending.readback.buffer.part(), pending.readback.buffer.absent
+                self._late, self.absent, self._added = pending.readback.buffer.part(), pending.readback.buffer.absent, {}
                 self.detectors.begin(record, self.absent)
                 record, events = self.detectors.detect(record, signals, self.absent)
                 self._is_finished = False
@@ -692,8 +690,10 @@ class RecordPipeline:
         self.history.keep(record)
         for observe in self.observers:
             observe(record, amends)
-        self.directory.write(record, amends)
-        self.publisher.put(record, amends)
+        is_muted = self._is_muted()
+        if self.directory.path is not None and not is_muted:
+            self.directory.write(record, amends)
+        self.publisher.put(record, amends, is_muted)
 
     # --- what is added to the step that ended last: its record is here, or was made, or the recorder has the step ----------------
 
@@ -706,11 +706,6 @@ class RecordPipeline:
     def has_last(self) -> bool:
         """Whether anything keeps what is added."""
         return self.is_last_monitored or self._recorded is not None
-
-    @property
-    def has_stored_last(self) -> bool:
-        """Whether the run directory has the step already."""
-        return self.directory.path is not None and self._newest is None
 
     @property
     def absent_of_last(self) -> dict[tuple[str, str], str]:
@@ -726,9 +721,16 @@ class RecordPipeline:
             self._late.absorb(late)
             self._amend(self._late.flush()[1])
 
+    def add_numbers(self, numbers: Mapping[Key, float]) -> bool:
+        """Add plain numbers to a record that is here, where no value is merged with them; returns whether that is so."""
+        if self.last is None or self._late is None or not self._late.take_numbers(numbers, self._added):
+            return False
+        self._amend({**self._added, **numbers})
+        return True
+
     def _amend(self, values: Mapping[Key, float]) -> None:
         if self.last is not None:
-            self._is_finished = False
+            self._is_finished, self._added = False, values
             self._pass_on(replace(self.last, values=StepValues.of(self.last.values).updated(values)), amends=True)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
@@ -782,7 +784,8 @@ class RecordPipeline:
         """Take unmonitored steps that a spike before or after them makes relevant. Sinks do not get them."""
         for record in records:
             self.history.backfill(record)
-            self.directory.write(record, backfills=True)
+            if not self._is_muted():
+                self.directory.write(record, backfills=True)
 
     def learn(self, record: StepRecord, signals: Mapping[str, float]) -> None:
         """Take a step that is not monitored, whose values the detectors learn from."""

@@ -82,33 +82,43 @@ class ValueLog:
         """Log a number of the CPU under a key that was logged before; False where :meth:`log` has to do it.
 
         The number waits until the fence runs something, so before the state changes that decides to which step it belongs. That costs
-        the loop what ``float(loss)`` does.
+        the loop what ``float(loss)`` does. A step that a file has gets it at once, since the file's readers need not be in this process.
         """
-        began, key = perf_counter(), self._plain.get(name)
+        began, key, pipeline = perf_counter(), self._plain.get(name), self._pipeline
         if key is None or self.is_detached or self._exchange.shares_values:
             return False
+        has_modes = _function_modes() or _dispatch_modes() or _interpreter() is not None  # which see each question to a tensor
         if type(value) is Tensor:
-            if _function_modes() or _dispatch_modes() or _interpreter() is not None:  # they see each question to a tensor
-                return False
-            if not value.is_cpu or value.numel() != 1 or value.dtype not in _REAL:
+            if has_modes or not value.is_cpu or value.numel() != 1 or value.dtype not in _REAL:
                 return False
             value = value.item()
         elif type(value) is not float and type(value) is not int:
             return False
+        number = value + 0.0  # a mean is never a negative zero
         step = self._step_of(key)
-        if step and (step != "last" or self._pipeline.has_last):
-            # a file has it already, whose readers need not be in this process
-            if step == "last" and self._pipeline.has_stored_last:
-                return False
-            self._waiting.append((key, float(value)))
+        if step == "last" and pipeline.last is not None and pipeline.directory.path is not None:
+            try:
+                if has_modes or self._waiting or not pipeline.add_numbers({key: number}):
+                    return False
+            except GradmonWarning:  # where warnings were made errors
+                raise
+            except Exception as error:
+                self._lose(key, error)
+        elif step and (step != "last" or pipeline.last is not None or pipeline.has_last):
+            if step == "last" and pipeline.directory.path is not None and not pipeline.is_last_monitored:
+                return False  # the recorder has it, which may be asked for it at any time
+            self._waiting.append((key, number))
             self._fence.defer(self._log_waiting)
         self._fence.add_since(began)
         return True
 
     def _log_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        late = StepBuffer(-1, self._fence.complaints)
-        are_late = False
+        numbers = dict(waiting)
+        are_late = len(numbers) == len(waiting) and set(map(self._step_of, numbers)) == {"last"}
+        if are_late and self._pipeline.add_numbers(numbers):
+            return
+        late, are_late = StepBuffer(-1, self._fence.complaints), False
         for key, value in waiting:
             try:
                 are_late |= self._log(key, value, "mean", False, False, late) is late

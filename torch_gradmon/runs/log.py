@@ -56,8 +56,6 @@ def check_time() -> None:
 def framed(record: bytes, at: int) -> bytes:
     """``record`` in frames, to be appended to a file of ``at`` bytes."""
     room = BLOCK - at % BLOCK
-    if room >= len(record) + _HEADER.size:
-        return _HEADER.pack(zlib.crc32(record, _SEEDS[_WHOLE]), len(record), _WHOLE) + record
     parts, begin, kind = [], 0, _FIRST
     if room < _HEADER.size:
         parts.append(b"\xff" * room)  # not zero, which would look like bytes on their way
@@ -79,44 +77,39 @@ class LogWriter:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
         self.size = 0  # up to the end of the last record
-        self._file = created(path, os.O_APPEND)
+        self.file = created(path, os.O_APPEND)
         self._is_torn = False  # what a failed write left behind could not be cut off
 
     def append(self, record: bytes) -> tuple[int, int]:
         """Append ``record``; returns where it begins and ends. Raises OSError; what was written of it is cut off again."""
         filler = b"\xff" * (-self.size % BLOCK) if self._is_torn else b""  # readers look for the next frame at the next block
         at = self.size + len(filler)
-        data = filler + framed(record, at)
+        room = BLOCK - at % BLOCK
+        if room >= len(record) + _HEADER.size:  # as nearly always
+            data = filler + _HEADER.pack(zlib.crc32(record, _SEEDS[_WHOLE]), len(record), _WHOLE) + record
+        else:
+            data = filler + framed(record, at)
         written = 0
         try:
             while written < len(data):
-                written += os.write(self._file, data[written:] if written else data)
+                written += os.write(self.file, data[written:] if written else data)
         except OSError:
             self._cut_off(written)
             raise
         self.size, self._is_torn = self.size + len(data), False
-        return at + (BLOCK - at % BLOCK if BLOCK - at % BLOCK < _HEADER.size else 0), self.size
+        return at + (room if room < _HEADER.size else 0), self.size
 
     def _cut_off(self, written: int) -> None:
         if written:
             try:
-                os.ftruncate(self._file, self.size)
+                os.ftruncate(self.file, self.size)
             except OSError:
                 self.size += written
                 self._is_torn = True
 
-    @property
-    def is_deleted(self) -> bool:
-        return os.fstat(self._file).st_nlink == 0
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        found = os.fstat(self._file)
-        return found.st_dev, found.st_ino
-
     def sync(self) -> None:
         """Have the file written back, which makes it visible on other hosts and outlasts a crash of this one. Raises OSError."""
-        getattr(os, "fdatasync", os.fsync)(self._file)
+        getattr(os, "fdatasync", os.fsync)(self.file)
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
@@ -124,8 +117,8 @@ class LogWriter:
 
     def close(self) -> None:
         """Close the file. Raises OSError, as where a server reports a failed write only now."""
-        if self._file >= 0:
-            file, self._file = self._file, -1
+        if self.file >= 0:
+            file, self.file = self.file, -1
             os.close(file)
 
 

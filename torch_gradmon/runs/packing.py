@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,37 +127,36 @@ def _stored(columns: frozenset[Column], counted: bool) -> list[int]:
     return sorted(map(int, (columns | ALWAYS) - ({Column.COUNT} if counted else set())))
 
 
-def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[tuple[int, bytes]]:
-    """Of each table, with its rows, the columns that are left out, a bit for each, and the blob of the others.
+def pack(tables: Sequence[tuple[np.ndarray, frozenset[Column], bool]]) -> list[tuple[int, bytes]]:
+    """Of each table, given by its rows and columns, the columns that are left out, a bit for each, and the blob of the others.
 
     All tables are packed together, since each operation on small arrays costs the same. Each comes with whether to leave out its counts,
     which are then stored with the layout.
     """
     if not tables:
         return []
-    blocks, parts, begin = [], [], 0
-    for table, counted in tables:
-        end = begin + len(table.names)
-        blocks.append(table.rows.numpy())
-        parts.append((begin, end, table, counted))
-        begin = end
-    rows = np.concatenate(blocks).T
-    for begin, end, table, _ in parts:
-        if Column.SUM not in table.columns:
+    rows, parts, begin = np.concatenate([*map(itemgetter(0), tables)]).T, [], 0
+    for block, columns, counted in tables:
+        end = begin + len(block)
+        parts.append((begin, end, columns, counted))
+        if Column.SUM not in columns:
             rows[Column.SUM, begin:end] = 0.0  # which makes the spread the rms
+        begin = end
+    count = rows[Column.COUNT]
     with np.errstate(all="ignore"):
-        rows[Column.SUM : Column.SQUARE_SUM + 1] /= rows[Column.COUNT]
+        rows[Column.SUM : Column.SQUARE_SUM + 1] /= count
         mean, square = rows[Column.SUM], rows[Column.SQUARE_SUM]
         variance = np.maximum(square - mean * mean, 0.0)
         # if the spread is not finite, store the mean square, which keeps NaN and infinity apart
         rows[Column.SQUARE_SUM] = np.sqrt(np.where(np.isfinite(square), variance, square))
-        rows[:, rows[Column.COUNT] <= 0] = 0.0
+        if not count.all():
+            rows[:, count <= 0] = 0.0
         packed, size = rows.astype("<f4").tobytes(), 4 * len(mean)
     found = []
-    for begin, end, table, counted in parts:
+    for begin, end, columns, counted in parts:
         zero, begin, end = bytes(4 * (end - begin)), 4 * begin, 4 * end
         absent, kept = 0, []
-        for place, column in enumerate(_stored(table.columns, counted)):
+        for place, column in enumerate(_stored(columns, counted)):
             data = packed[column * size + begin : column * size + end]
             if data != zero:
                 kept.append(data)

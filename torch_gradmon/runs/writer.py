@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +45,8 @@ _LOOKS = 1.0
 _SUCCESSORS, _LOOK_SECONDS = 16, 0.02
 #: Seconds between syncs, and the largest share of the time that they may take.
 _SYNCS, _SHARE = 2.0, 0.001
+#: What is stored of a record beside values and rows.
+_FACTS = attrgetter("time", "applied", "context", "events")
 
 
 class Superseded(Exception):
@@ -191,15 +193,15 @@ class RunWriter:
         Asks the file system about the path once a second, and about the file at each call.
         """
         try:
-            if not self._values.is_deleted and time.monotonic() - self._looked < _LOOKS:
+            own = os.fstat(self._values.file)
+            if own.st_nlink and time.monotonic() - self._looked < _LOOKS:
                 return "there"
             found = os.lstat(self._values.path)
         except (FileNotFoundError, NotADirectoryError):
             return "deleted"
         except OSError:  # as where a server does not answer
             return "there"
-        is_ours = (found.st_dev, found.st_ino) == self._values.identity or self._is_head_at(Path(self._values.path))
-        return "there" if is_ours else "replaced"
+        return "there" if os.path.samestat(found, own) or self._is_head_at(Path(self._values.path)) else "replaced"
 
     def _is_head_at(self, path: Path) -> bool:
         """Whether the file there begins as ours: some network file systems number their files anew."""
@@ -216,15 +218,6 @@ class RunWriter:
             self._looked = now
             self._is_done = self._successors.have_claimed()
         return self._is_done
-
-    def _sync(self) -> None:
-        """Make what was written visible on other hosts, every few seconds."""
-        begin = time.monotonic()
-        if begin - self._synced >= max(_SYNCS, self._sync_takes / _SHARE):
-            for file in self._files:
-                file.sync()
-            self._synced = time.monotonic()
-            self._sync_takes = self._synced - begin
 
     # --- facts ----------------------------------------------------------------------------------------------------------------------
 
@@ -271,7 +264,8 @@ class RunWriter:
 
         Raises OSError, when what was written of it is cut off, and Superseded if another writer has claimed the run.
         """
-        if self._is_superseded():
+        now = time.monotonic()
+        if (self._is_done or now - self._looked >= _LOOKS) and self._is_superseded():
             raise Superseded
         if not (update or backfill):
             before = self._written.events if self._written is not None else ()
@@ -281,9 +275,9 @@ class RunWriter:
                 with contextlib.suppress(OSError):  # the step says so; a later step tries it again
                     self._put_index()
             # these files cannot be written any more, as after a server was away, though others may be
-            is_lost = self._is_cut_off and time.monotonic() - self._begun_anew >= _LOOKS
+            is_lost = self._is_cut_off and now - self._begun_anew >= _LOOKS
             if is_lost:
-                self._begun_anew, self._is_cut_off = time.monotonic(), False
+                self._begun_anew, self._is_cut_off = now, False
             if is_lost or self._values.size + (0 if self._rows is None else self._rows.size) > _LARGEST:
                 self._begin_pair(self._number + 1)
         known, self._written = self._written if update else None, None
@@ -296,20 +290,31 @@ class RunWriter:
             raise
         self._written = None if backfill else record
         self._last = record.step if self._last is None or not backfill else max(record.step, self._last)
-        self._sync()
+        if now - self._synced >= max(_SYNCS, self._sync_takes / _SHARE):  # make what was written visible on other hosts
+            begin = time.monotonic()
+            for file in self._files:
+                file.sync()
+            self._synced = time.monotonic()
+            self._sync_takes = self._synced - begin
 
     def _write(self, record: StepRecord, known: StepRecord | None, flags: int) -> None:
         if known is None or known.step != record.step:
             tables, values, rng, is_news = record.tables, record.values, record.rng, True
         else:  # a value that came late: what the file has is not written again
-            tables = {source: table for source, table in record.tables.items() if known.tables.get(source) is not table}
-            values = StepValues.of(record.values).since(StepValues.of(known.values))
-            rng, is_news = {} if known.events else record.rng, _facts(record) != _facts(known)
-        parts = self._parts(tables, rng if record.events and self._spoiled < _SPOILED else {})
-        layouts = self._layout_set(tuple(map(itemgetter(0), parts)))
-        rows = self._row_file().append(f.of_tables(record.step, parts)) if parts else (0, 0)
+            tables, rng, is_news = dict[str, StatsTable](), {} if known.events else record.rng, _FACTS(record) != _FACTS(known)
+            if record.tables is not known.tables:
+                tables = {source: table for source, table in record.tables.items() if known.tables.get(source) is not table}
+            values = record.values
+            if isinstance(values, StepValues) and isinstance(known.values, StepValues):
+                values = values.since(known.values)
+        rng = rng if record.events and self._spoiled < _SPOILED else {}
+        parts = self._parts(tables, rng) if tables or rng else []
+        places = tuple(map(itemgetter(0), parts))
+        if (layouts := self._layout_sets.get(places)) is None:
+            layouts = self._new_layout_set(places)
+        rows = (self._rows or self._row_file()).append(f.of_tables(record.step, parts)) if parts else (0, 0)
         by_key = record.values_beside_views(values).by_key
-        number, keys = self._keys_of(tuple(by_key))
+        number, keys = self._key_sets.get(tuple(by_key)) or self._new_key_set(tuple(by_key)) if by_key else (0, ())
         frame = f.StepFrame(
             record.step,
             record.time,
@@ -329,25 +334,22 @@ class RunWriter:
     def _parts(self, tables: Mapping[str, StatsTable], rng: Mapping[str, torch.Tensor]) -> list[tuple[int, int, bytes]]:
         places, stored = [], []
         for source, table in tables.items():
-            layout, place = self._layout_of(source, table)
-            places.append((place, table.same_as))
+            rows = table.rows.numpy()
+            # tensors of other sources change their size
+            counts = integers(rows[:, Column.COUNT].tobytes()) if source in PARAMETER_SOURCES else ()
+            layout = TableLayout(source, table.names, table.columns, counts, table.same_as)
+            known = self._latest.get(source)
+            if known is None or known[0] != layout:
+                known = self._latest[source] = layout, self._defined(layout)
+            places.append((known[1], table.same_as))
             if not table.same_as:
-                stored.append((table, bool(layout.counts)))
+                stored.append((rows, table.columns, bool(counts)))
         blobs, parts = iter(pack(stored)), []
         for place, same_as in places:
             parts.append((place, *((0, b"") if same_as else next(blobs))))
         for device, state in rng.items():
             parts.append((self._defined(device), 0, bytes(state.tolist())))
         return parts
-
-    def _layout_of(self, source: str, table: StatsTable) -> tuple[TableLayout, int]:
-        # tensors of other sources change their size
-        counts = integers(table.rows.numpy()[:, Column.COUNT].tobytes()) if source in PARAMETER_SOURCES else ()
-        layout = TableLayout(source, table.names, table.columns, counts, table.same_as)
-        known = self._latest.get(source)
-        if known is None or known[0] != layout:
-            known = self._latest[source] = layout, self._defined(layout)
-        return known
 
     def _defined(self, layout: TableLayout | str) -> int:
         """Where a layout, or the device of a random state, is defined in the file with rows."""
@@ -357,27 +359,23 @@ class RunWriter:
             place = self._layouts[layout] = self._row_file().append(f.of_json(facts))[0]
         return place
 
-    def _layout_set(self, places: tuple[int, ...]) -> int:
-        number = self._layout_sets.get(places)
-        if number is None:
-            number = len(self._layout_sets)
-            self._put({"is": "layouts", "number": number, "at": places})
-            self._layout_sets[places] = number
+    def _new_layout_set(self, places: tuple[int, ...]) -> int:
+        number = len(self._layout_sets)
+        self._put({"is": "layouts", "number": number, "at": places})
+        self._layout_sets[places] = number
         return number
 
-    def _keys_of(self, keys: tuple[Key, ...]) -> tuple[int, tuple[int, ...]]:
+    def _new_key_set(self, keys: tuple[Key, ...]) -> tuple[int, tuple[int, ...]]:
         """The number of a set of keys, and those of the keys."""
-        found = self._key_sets.get(keys) if keys else (0, ())
-        if found is None:
-            if new := [key for key in keys if key not in self._ids]:
-                self._put({"is": "keys", "first": len(self._ids), "keys": new})
-                self._ids.update(zip(new, range(len(self._ids), len(self._ids) + len(new)), strict=True))
-            found = self._key_set + 1, tuple([self._ids[key] for key in keys])
-            self._put({"is": "sets", "number": found[0], "keys": found[1]})
-            self._key_set = found[0]
-            if len(self._key_sets) >= _SETS:
-                self._key_sets.clear()
-            self._key_sets[keys] = found
+        if new := [key for key in keys if key not in self._ids]:
+            self._put({"is": "keys", "first": len(self._ids), "keys": new})
+            self._ids.update(zip(new, range(len(self._ids), len(self._ids) + len(new)), strict=True))
+        found = self._key_set + 1, tuple([self._ids[key] for key in keys])
+        self._put({"is": "sets", "number": found[0], "keys": found[1]})
+        self._key_set = found[0]
+        if len(self._key_sets) >= _SETS:
+            self._key_sets.clear()
+        self._key_sets[keys] = found
         return found
 
     def close(self) -> None:
@@ -387,8 +385,3 @@ class RunWriter:
         self._close_files()
         if self._before is not None:
             self._before.close()
-
-
-def _facts(record: StepRecord) -> tuple[object, ...]:
-    """What is stored of a record beside values and rows."""
-    return record.time, record.applied, record.context, record.events

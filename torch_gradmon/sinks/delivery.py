@@ -9,9 +9,8 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.errors import GradmonWarning, WarningLog, error_text
 
@@ -112,12 +111,12 @@ _PAUSE = 0.5
 _LAST = 30.0
 
 
-@dataclass(frozen=True)
-class PendingCall:
+class PendingCall(NamedTuple):
     """A call to make for a step; ``rows`` is 1 for a row and 0 for a call that does not count as one."""
 
     step: int
-    call: Callable[[], object]
+    call: Callable[..., object]
+    values: tuple[dict[str, float], ...] = ()  # a copy of each is an argument, since a sink may change it and fail
     rows: int = 1
 
 
@@ -149,7 +148,11 @@ class Delivery:
             self._waiting.append(pending)
             started = time.perf_counter()
             self._send(self._waiting)
-            self._watch(started - self._returned, time.perf_counter() - started)
+            idle, took = started - self._returned, time.perf_counter() - started
+            self._slow = self._slow + 1 if took > max(SLOW, idle) else 0
+            if self._slow >= PATIENCE and not self.dropped:
+                words = f"took {took:.1f} s for a row, longer than training since the row before, {PATIENCE} times in a row, and is dropped"
+                self._drop(self._waiting, f"{words}; add_sink(..., thread=True) calls it in a thread of its own")
             self._returned = time.perf_counter()
         else:
             try:
@@ -188,7 +191,7 @@ class Delivery:
     def _send(self, waiting: deque[PendingCall]) -> None:
         while waiting and not self.dropped:
             try:
-                waiting[0].call()
+                waiting[0].call(*map(dict, waiting[0].values))
             except (Exception, SystemExit) as error:
                 self._failed(waiting, error)
                 return
@@ -212,12 +215,6 @@ class Delivery:
         self._failures += 1
         if self._failures >= PATIENCE:
             self._drop(waiting, f"failed {PATIENCE} times in a row, first with step {waiting[0].step}, and is dropped", error)
-
-    def _watch(self, idle: float, took: float) -> None:
-        self._slow = self._slow + 1 if took > max(SLOW, idle) else 0
-        if self._slow >= PATIENCE and not self.dropped:
-            words = f"took {took:.1f} s for a row, longer than training since the row before, {PATIENCE} times in a row, and is dropped"
-            self._drop(self._waiting, f"{words}; add_sink(..., thread=True) calls it in a thread of its own")
 
     def _drop(self, waiting: deque[PendingCall], words: str, error: BaseException | None = None) -> None:
         self.dropped = True

@@ -182,20 +182,16 @@ class FilteredSink:
             if step % self.every:
                 return
         keys, without = self.keys, self._without
-        chosen = {}
-        for key, value in values.items():
-            if key not in without and (keys is None or keys.search(key)):
-                chosen[key] = value
+        chosen = dict(values)
+        if keys is not None or without:
+            chosen = {key: value for key, value in values.items() if key not in without and (keys is None or keys.search(key))}
         chosen |= self._largest
         self._largest = {}
-        self._delivery.put(PendingCall(step, partial(self._log_copy, chosen, step)))
+        self._delivery.put(PendingCall(step, partial(self._log, step=step), (chosen,)))
         lost = getattr(self.sink, "lost", 0)  # rows that the sink has kept back, and lost later
         if lost > self._lost:
             self._delivery.lose(lost - self._lost)
             self._lost = lost
-
-    def _log_copy(self, values: dict[str, float], step: int) -> None:
-        self._log(dict(values), step=step)  # a copy, since a sink may change it and fail
 
     def _note_largest(self, values: Mapping[str, float]) -> None:
         if not self._norm:

@@ -498,6 +498,14 @@ class StepBuffer:
         self._merge(key, PendingValue(aggregation, [part], stands_in=stands_in))
         return True
 
+    def take_numbers(self, numbers: Mapping[Key, float], known: Mapping[Key, float]) -> bool:
+        """Take plain numbers, each the only value of its key so far, if the other values are ``known``; returns whether that is so."""
+        if self._has_stand_ins or self._values.keys() != known.keys() or not known.keys().isdisjoint(numbers):
+            return False
+        for key, number in numbers.items():
+            self._values[key] = PendingValue("mean", [torch.tensor([number, 1.0], dtype=torch.float64, device="cpu")])
+        return True
+
     def _takes(self, key: Key, stands_in: bool) -> bool:
         self._has_stand_ins |= stands_in
         if not self._has_stand_ins:
