@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 import sys
 import warnings
@@ -216,6 +217,44 @@ def _is_driven_by_an_unknown_scaler(scene: Scene) -> None:
         scaler.step(scene.optimizer)
         scaler.update()
         scene.optimizer.zero_grad()
+
+
+def _forgets_to_update_its_scaler(scene: Scene) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for updates in (True, True, False, True):
+        scaler.scale(scene.loss()).backward()
+        scaler.step(scene.optimizer)
+        if updates:
+            scaler.update()
+        else:
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scene.optimizer.zero_grad()
+
+
+def _overflows(scene: Scene) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, 1.0, math.inf, 1.0):
+        scaler.scale(scene.loss() * factor).backward()
+        scaler.step(scene.optimizer)
+        if factor == math.inf:
+            scene.loss()
+        scaler.update()
+        scene.optimizer.zero_grad()
+
+
+def _trains_in_evaluation_mode(scene: Scene) -> None:
+    scene.model.eval()
+    scene.usual(3)
+    scene.model.train()
+
+
+def _is_traced(scene: Scene) -> None:
+    torch.jit.trace(scene.model, torch.randn(2, 4), check_trace=False)
+    scene.monitor.log_scalar("accuracy", 1.0)
+
+
+def _goes_back(scene: Scene) -> None:
+    scene.monitor.load_state_dict({**scene.monitor.state_dict(), "next_step": 1})
 
 
 def _is_paused(scene: Scene) -> None:
