@@ -24,7 +24,7 @@ REAL = NARROW | {torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16
 LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 #: Types whose memory holds the elements unchanged; nn.Buffer makes plain tensors.
 PLAIN = frozenset({Tensor, nn.Parameter})
-dtype_of, _IS_CPU, _LAYOUT, _IS_NESTED, _DEVICE, _SHAPE = map(
+dtype_of, is_on_cpu, _LAYOUT, is_nested, _DEVICE, _SHAPE = map(
     attrgetter, ("dtype", "is_cpu", "layout", "is_nested", "device", "shape")
 )
 _STRIDED = frozenset({torch.strided})
@@ -73,9 +73,9 @@ def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
     is_plain_all = (
         PLAIN.issuperset(map(type, tensors))
         and dtypes <= REAL
-        and all(map(_IS_CPU, tensors))
+        and all(map(is_on_cpu, tensors))
         and _STRIDED.issuperset(map(_LAYOUT, tensors))
-        and not any(map(_IS_NESTED, tensors))
+        and not any(map(is_nested, tensors))
         and not any(map(is_functorch_wrapped, tensors))
     )
     if not is_plain_all:
@@ -91,7 +91,7 @@ def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
         PLAIN.issuperset(map(type, tensors))
         and {device}.issuperset(map(_DEVICE, tensors))
         and _STRIDED.issuperset(map(_LAYOUT, tensors))
-        and not any(map(_IS_NESTED, tensors))
+        and not any(map(is_nested, tensors))
         and not any(map(is_functorch_wrapped, tensors))
         and not any(map(Tensor.is_neg, tensors))
     )
