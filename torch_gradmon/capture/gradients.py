@@ -114,12 +114,11 @@ def calling_scaler() -> torch.amp.GradScaler | None:
 
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})
-_GRAD, _VERSION, _FIRST = attrgetter("grad"), attrgetter("_version"), itemgetter(0)
+_GRAD, _VERSION, _FIRST, _TENSOR = attrgetter("grad"), attrgetter("_version"), itemgetter(0), frozenset({Tensor})
 #: Tensors by position: the id of the only reference to each without a callback, its version, and that reference. Equal where nothing was
 #: replaced, nor written to as far as versions tell; ids come first, because two references would be compared by the tensors' elements.
 _Seen = dict[int, tuple[int, int, "weakref.ref[Tensor]"]]
-#: The parameters at the given positions, in their order, from a caller who has them at hand.
-_Handed = Sequence[nn.Parameter] | None
+_Handed = Sequence[nn.Parameter] | None  # those at the given positions, in their order, from a caller who has them at hand
 
 
 class GradientCapture:
@@ -313,10 +312,11 @@ class GradientCapture:
             parameters = self._parameters.there(sorted(missing - self._at_rest))
             buffer.frozen.update(plan.names_at([p for p, parameter in parameters.items() if not parameter.requires_grad]))
         were: list[Any] = [*map(self._seen.get, gradients)]
-        are_seen, others = bool(were) and None not in were, compress(gradients.values(), map(ne, were, now.values()))
+        are_seen = bool(were) and None not in were
+        changed = [*compress(gradients.values(), map(ne, were, now.values()))] if are_seen else []
         # subclasses (DTensor) have no version counter that tells, and views (of DDP's buckets) share one
-        is_edited = are_seen and any(type(gradient) is Tensor and not gradient._is_view() for gradient in others)
-        if is_edited or not self._seen.keys().isdisjoint(missing):
+        telling = compress(changed, map(_TENSOR.__contains__, map(type, changed)))
+        if not all(map(Tensor._is_view, telling)) or not self._seen.keys().isdisjoint(missing):
             buffer.noted["edited"] = True
         elif are_seen and self._scaled and narrow:
             buffer.noted["rounds"] = True  # unscaling moves no version counter: other values without an edit

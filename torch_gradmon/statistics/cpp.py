@@ -107,9 +107,8 @@ class CppStatistics(EagerStatistics):
 
 
 def _entries(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> array[int] | None:
-    """What the kernel gets of tensors, and of what to subtract from each, or multiply it with: address, that of the other, number of
-    elements, and kind. None unless all are plain ones of its dtypes, contiguous in memory and unchanged there: a negative view has the
-    opposite sign. Without one call for each, and each time anew: ``.data`` may have been replaced.
+    """What the kernel gets of each tensor: addresses of it and of the other one, size and kind. None unless all are plain, of its dtypes,
+    contiguous and unchanged in memory: a negative view has the opposite sign. Asked anew each time: ``.data`` may have been replaced.
     """
     try:
         is_readable = (

@@ -44,8 +44,7 @@ class Statistics:
         self.eps = eps
         self._complaints = complaints
         self._eager = EagerStatistics()
-        # measures CPU tensors, until it fails
-        self.kernel = None if compiled is False else self._cpp(may_compile=bool(compiled))
+        self.kernel = None if compiled is False else self._cpp(may_compile=bool(compiled))  # of CPU tensors, until it fails
         self._of: dict[str, EagerStatistics] = {"cpu": self.kernel or self._eager}
         self._lock = threading.Lock()  # forward hooks may fire on several threads, which share the scratch memory
 

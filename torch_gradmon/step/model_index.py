@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
@@ -23,7 +24,6 @@ from ..core.torch_modes import fsdp_param_groups
 from .ranks import Ranks, is_dtensor, is_sharded
 
 _CALL, _CHILDREN, _PARAMETERS = weakref.ref.__call__, attrgetter("_modules"), attrgetter("_parameters")
-_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 
 # --- Where a parameter is ---
 
@@ -57,18 +57,16 @@ class Places(list[Place]):
 
     def there(self, positions: Collection[int]) -> dict[int, nn.Parameter]:
         """The parameters that exist of those at these positions."""
+        found: dict[int, Any] = {}
         if len(self._modules) == len(self):  # without one call for each
             modules, names = self._modules, self._names
             if positions != self.positions:
                 modules, names = [*map(modules.__getitem__, positions)], [*map(names.__getitem__, positions)]
-            try:
+            with contextlib.suppress(AttributeError, KeyError):  # a module or a parameter is gone
                 found = dict(zip(positions, map(getitem, map(_PARAMETERS, map(_CALL, modules)), names), strict=True))
-                if all(map(is_not, found.values(), repeat(None))):
-                    return found
-            except (AttributeError, KeyError):  # a module or a parameter is gone
-                pass
-        parameters = zip(positions, [self[position]() for position in positions], strict=True)
-        return {position: parameter for position, parameter in parameters if parameter is not None}
+        found = found or {position: self[position]() for position in positions}
+        is_all = all(map(is_not, found.values(), repeat(None)))
+        return found if is_all else {position: each for position, each in found.items() if each is not None}
 
 
 class FsdpParameterRef:
@@ -140,13 +138,15 @@ def _is_same(known: object, now: object, parameter: Tensor | None, in_pass: obje
 
 def _identities(modules: Sequence[nn.Module]) -> tuple[list[object], ...]:
     """How many children and parameters each module has and their names, the children, the parameters, and which of these are trained."""
-    children, parameters = [*map(_CHILDREN, modules)], [*map(_PARAMETERS, modules)]
-    values = [*chain.from_iterable(map(_VALUES, parameters))]
+    both = [*map(_CHILDREN, modules), *map(_PARAMETERS, modules)]
+    # those of TorchScript are no dicts
+    keys, values = (iter, dict.values) if {dict}.issuperset(map(type, both)) else (methodcaller("keys"), methodcaller("values"))
+    found = [*chain.from_iterable(map(values, both[len(modules) :]))]
     return (
-        [*map(len, children), *map(len, parameters), *chain.from_iterable(map(_KEYS, [*children, *parameters]))],
-        [*map(id, chain.from_iterable(map(_VALUES, children)))],
-        [*map(id, values)],
-        [*map(getattr, values, repeat("requires_grad"), repeat(False))],  # a module may have None in the place of a parameter
+        [*map(len, both), *chain.from_iterable(map(keys, both))],
+        [*map(id, chain.from_iterable(map(values, both[: len(modules)])))],
+        [*map(id, found)],
+        [*map(getattr, found, repeat("requires_grad"), repeat(False))],  # a module may have None in the place of a parameter
     )
 
 
