@@ -64,25 +64,18 @@ def is_plain(tensor: Tensor) -> bool:
 class PlainTensors(list[Tensor]):
     """Tensors that :func:`is_plain` accepts, so they need not be checked again."""
 
-    dtypes: frozenset[torch.dtype]
-
 
 def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
     """The ``tensors`` if :func:`is_plain` holds for all of them, found without one call for each; else None."""
-    dtypes = frozenset(map(dtype_of, tensors))
     is_plain_all = (
         PLAIN.issuperset(map(type, tensors))
-        and dtypes <= REAL
+        and REAL.issuperset(map(dtype_of, tensors))
         and all(map(is_on_cpu, tensors))
         and _STRIDED.issuperset(map(_LAYOUT, tensors))
         and not any(map(is_nested, tensors))
         and not any(map(is_functorch_wrapped, tensors))
     )
-    if not is_plain_all:
-        return None
-    plain = PlainTensors(tensors)
-    plain.dtypes = dtypes
-    return plain
+    return PlainTensors(tensors) if is_plain_all else None
 
 
 def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
@@ -260,7 +253,7 @@ class Batch:
                     if implied:
                         zeros[index] = implied
         wide = [False] * len(values)
-        if plain is None or not plain.dtypes <= NARROW:
+        if plain is None or not NARROW.issuperset(map(dtype_of, plain)):
             wide = [tensor.dtype not in NARROW for tensor in values]
         if others is not None:
             wide = [one or other.dtype not in NARROW for one, other in zip(wide, others, strict=True)]
