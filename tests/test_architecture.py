@@ -142,7 +142,7 @@ def test_importing_the_package_imports_no_optional_package() -> None:
 #: (file, function, call): why it may read a value back
 HOST_READS = {
     ("statistics.eager", "_measure", "tolist"): "rows of a first pass, on CPU only",
-    ("statistics.cpp", "_by_kernel", "tolist"): "rows of the kernel, on CPU only, where one is not finite",
+    ("statistics.cpp", "at_once", "tolist"): "rows of the kernel, on CPU only, where one is not finite",
     ("statistics.cpp", "_scale", "item"): "of a scale that is on the CPU",
     ("statistics.eager", "_row", "item"): "sums of a block, on CPU only",
     ("statistics.eager", "_of_block", "item"): "whether a block has small squares, on CPU only",

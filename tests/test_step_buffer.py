@@ -18,6 +18,7 @@ from torch_gradmon.core import keys as n
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
+from torch_gradmon.statistics.cpp import CppStatistics
 from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.request import DEFAULT_EPS, threshold_of_squares
 from torch_gradmon.step.buffer import DeviceToHostCopy, StepBuffer
@@ -323,8 +324,9 @@ def test_a_step_reads_no_value_before_its_flush_but_one_flag_for_each_call_on_cp
     monitor.add_gradient_metric("mine", lambda g: g.abs().max())
     monitor.add_activation_metric("mine", lambda x: x.abs().max())
     calls: Counter[str] = Counter()
-    original = Statistics.measure
-    monkeypatch.setattr(Statistics, "measure", lambda *a, **k: (calls.update(["measure"]), original(*a, **k))[1])
+    for owner, name in ((Statistics, "measure"), (CppStatistics, "at_once")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, of=original, **k: (calls.update(["measure"]), of(*a, **k))[1])
     before_flush = {}
     depart = StepBuffer.start_readback
 

@@ -8,9 +8,10 @@ import re
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, eq, is_not, itemgetter, ne
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..core import keys as n
 from ..core.moments import ALWAYS, SQUARES, Column, merge
 from ..statistics.request import accumulator_dtype, dtype_of, filled
 from ..step.buffer import StepBuffer
-from ..step.model_index import PLAIN_GRADIENTS, GradientSource, ModelIndex, Place, there
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource, ModelIndex, Places
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer, OfProducts, version_of
 
@@ -113,8 +114,11 @@ def calling_scaler() -> torch.amp.GradScaler | None:
 
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})
-_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
-_Seen = dict[int, tuple["weakref.ref[Tensor]", int]]
+_GRAD, _VERSION, _FIRST, _TENSOR = attrgetter("grad"), attrgetter("_version"), itemgetter(0), frozenset({Tensor})
+#: Tensors by position: the id of the only reference to each without a callback, its version, and that reference. Equal where nothing was
+#: replaced, nor written to as far as versions tell; ids come first, because two references would be compared by the tensors' elements.
+_Seen = dict[int, tuple[int, int, "weakref.ref[Tensor]"]]
+_Handed = Sequence[nn.Parameter] | None  # those at the given positions, in their order, from a caller who has them at hand
 
 
 class GradientCapture:
@@ -128,7 +132,7 @@ class GradientCapture:
         self._measurer = measurer
         self._buffer: StepBuffer | None = None
         self._plans: Mapping[str, SourcePlan] = {}
-        self._parameters: Sequence[Place] = ()
+        self._parameters = Places(())
         self._source: GradientSource = PLAIN_GRADIENTS
         self._seen: _Seen = {}
         self._scaled = False
@@ -139,6 +143,7 @@ class GradientCapture:
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
         self._spent: set[int] = set()  # positions whose gradients an optimizer has used
         self._passed: set[int] = set()  # positions whose gradients were measured when another one did so
+        self._has_used = False  # some were measured as an optimizer uses them
         # of single micro-batches on this rank, before they are accumulated and reduced
         self._by_batch = False
         self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
@@ -149,33 +154,33 @@ class GradientCapture:
         """Start a step; ``by_batch``: each micro-batch is measured separately, too."""
         parameters, doubtful = inventory.references, inventory.trainable.doubtful
         if parameters is not self._parameters:
-            known = there(parameters, range(len(parameters))).items()
-            self._at_rest = frozenset(position for position, parameter in known if not parameter.requires_grad)
+            known = parameters.there(parameters.positions)
+            self._at_rest = frozenset(position for position, parameter in known.items() if not parameter.requires_grad)
         self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, inventory.source
-        self._doubtful = frozenset()
-        if doubtful:
-            self._doubtful = frozenset(position for position, name in enumerate(plans[n.GRADIENT].names) if name in doubtful)
-        self._by_batch, self._uncommitted, self._accumulated, self._batches = by_batch, {}, {}, {}
+        names = enumerate(plans[n.GRADIENT].names) if doubtful else ()
+        self._doubtful = frozenset(position for position, name in names if name in doubtful)
+        self._by_batch, self._has_used, self._uncommitted, self._accumulated, self._batches = by_batch, False, {}, {}, {}
         self._seen, self._held, self._clipped, self._scaled, self._spent, self._passed = {}, {}, {}, False, set(), set()
 
-    def with_gradient(self, positions: Iterable[int]) -> list[int]:
-        return list(self._gradients(positions))
+    def with_gradient(self, positions: Collection[int]) -> list[int]:
+        return list(self._gradients(positions, False)[0])
 
     def not_clipped(self, positions: Sequence[int]) -> list[int]:
         """The positions whose gradients have changed since the last clip, or were not clipped."""
-        edits = _edits(self._clipped, self._gradients(positions))
-        return [position for position in positions if edits.get(position, True)]
+        gradients, now = self._gradients(positions, False)
+        same = {p for p, g in gradients.items() if type(g) is Tensor and not g._is_view() and self._clipped.get(p) == now[p]}
+        return [position for position in positions if position not in same]
 
     def clipped(self, positions: Sequence[int]) -> None:
-        self._clipped.update(_seen(self._gradients(positions)))
+        self._clipped.update(self._gradients(positions, False)[1])
 
-    def are_measured(self, positions: Iterable[int]) -> bool:
-        return all(position in self._seen for position in self._gradients(positions))
+    def are_measured(self, positions: Collection[int]) -> bool:
+        return self._seen.keys() >= self._gradients(positions, False)[0].keys()
 
     def rows_now(self, positions: Sequence[int], columns: frozenset[Column]) -> Tensor | None:
         """The rows of these gradients, just measured before clipping; None if one is missing."""
         plan = self._plans.get(n.GRADIENT_BEFORE_CLIP)
-        gradients = self._gradients(positions)
+        gradients, _ = self._gradients(positions, False)
         if self._buffer is None or plan is None or self._scaled or not gradients or not columns - ALWAYS <= plan.columns:
             return None
         placed = self._buffer.names_of(n.GRADIENT_BEFORE_CLIP)
@@ -224,60 +229,62 @@ class GradientCapture:
             self._batches.setdefault(task, []).extend(rows)
         self._buffer.absorb(held)
 
-    def _gradients(self, positions: Iterable[int], are_used: bool = False) -> dict[int, Tensor]:
-        """By position: as accumulated, or as the optimizer uses them."""
-        parameters = there(self._parameters, positions)
+    def _gradients(self, positions: Collection[int], are_used: bool, handed: _Handed = None) -> tuple[dict[int, Tensor], _Seen]:
+        """By position: as accumulated, or as the optimizer uses them; and how they are now."""
+        parameters = self._parameters.there(positions) if handed is None else dict(zip(positions, handed, strict=True))
         if self._buffer is not None and self._doubtful:
             # a gradient is no sign of it: zero_grad(set_to_none=False) leaves one to a layer that stays frozen
             thawed = (p for p in self._doubtful.intersection(parameters) if parameters[p].requires_grad)
             self._buffer.thawed.update(self._plans[n.GRADIENT].names[p] for p in thawed)
         read = _GRAD if self._source is PLAIN_GRADIENTS else self._source.used if are_used else self._source.accumulated
-        found = {}
-        for position, parameter in parameters.items():
-            if (gradient := read(parameter)) is not None:
-                found[position] = gradient
-        return found
+        gradients = dict(zip(parameters, map(read, parameters.values()), strict=True))
+        if not all(map(is_not, gradients.values(), repeat(None))):
+            gradients = {position: gradient for position, gradient in gradients.items() if gradient is not None}
+        references = [*map(weakref.ref, gradients.values())]
+        try:
+            versions = [*map(_VERSION, gradients.values())]
+        except RuntimeError:  # tensors of the inference mode have none
+            versions = [*map(version_of, gradients.values())]
+        return gradients, dict(zip(gradients, zip(map(id, references), versions, references, strict=True), strict=True))
 
-    def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None) -> None:
+    def before_clip(
+        self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None, handed: _Handed = None
+    ) -> None:
         """Measure the accumulated gradients, not yet clipped, anew; ``held_for``: keep the values under this key until :meth:`release`."""
         if self._buffer is None:
             return
-        plan = self._plans[n.GRADIENT_BEFORE_CLIP]
+        plan, target = self._plans[n.GRADIENT_BEFORE_CLIP], self._buffer
         self._scaled |= inverse_scale is not None
-        gradients = self._gradients(positions)
-        seen = _seen(gradients)
-        if held_for is None:
-            target = self._buffer
-            # values of gradients that were discarded since, as by zero_grad in a closure, are dropped
-            target.clear(n.GRADIENT_BEFORE_CLIP, plan.names_at(positions))
-            self._replace_seen(positions, seen)
-        else:
+        gradients, seen = self._gradients(positions, False, handed)
+        if held_for is not None:
             target = StepBuffer(self._buffer.step, self._measurer.complaints)
             self._held[held_for] = target, seen, list(positions)
+        elif self._seen or self._spent or self._passed:
+            self._replace_seen(self._buffer, positions, seen)
+        else:
+            self._seen = seen
         self._measurer.measure(Measurement(target, plan, gradients, inverse_scale))
 
-    def _replace_seen(self, positions: Iterable[int], seen: _Seen) -> None:
-        were = {}
-        for position in positions:
-            were[position] = self._seen.pop(position, None)
-        if self._buffer is not None and not self._spent.isdisjoint(were):
+    def _replace_seen(self, buffer: StepBuffer, positions: Sequence[int], seen: _Seen) -> None:
+        """Values of gradients that were discarded since, as by zero_grad in a closure, are dropped."""
+        buffer.clear(n.GRADIENT_BEFORE_CLIP, self._plans[n.GRADIENT_BEFORE_CLIP].names_at(positions))
+        were = {position: self._seen.pop(position, None) for position in positions}
+        are_new = bool(were) and all(old and p in seen and old[0] != seen[p][0] for p, old in were.items())
+        if not self._spent.isdisjoint(were):
             # not dropped but used, as by a closure that is called again: what was done to them is over
             self._spent.difference_update(were)
             for note in ("dropped", "assigned"):
-                self._buffer.noted.pop(note, None)
-        elif self._buffer is not None and any(were.values()) and self._passed.isdisjoint(were):
-            pairs = ((old, seen.get(position)) for position, old in were.items())
-            if all(old is not None and new is not None and old[0]() is not new[0]() for old, new in pairs):
-                self._buffer.noted["dropped"] = True
+                buffer.noted.pop(note, None)
+        elif are_new and self._passed.isdisjoint(were):
+            buffer.noted["dropped"] = True
         self._passed.difference_update(were)  # those were of another turn
         self._seen.update(seen)
 
     def release(self, held_for: Hashable) -> None:
         if self._buffer is not None and held_for in self._held:
             held, seen, positions = self._held.pop(held_for)
-            self._buffer.clear(n.GRADIENT_BEFORE_CLIP, self._plans[n.GRADIENT_BEFORE_CLIP].names_at(positions))
+            self._replace_seen(self._buffer, positions, seen)
             self._buffer.absorb(held)
-            self._replace_seen(positions, seen)
             self._buffer.noted.pop("edited", None)
 
     def drop_scaled(self, reason: str) -> None:
@@ -288,59 +295,39 @@ class GradientCapture:
                 self._buffer.absent[source, ""] = reason
             self._seen, self._held = {}, {}
 
-    def after_clip(self, positions: Sequence[int], inverse_scale: Tensor | None) -> None:
+    def after_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, handed: _Handed = None) -> None:
         """Measure the gradients that the optimizer is about to use. Replaces an earlier call's values."""
         if self._buffer is None:
             return
-        plan = self._plans[n.GRADIENT]
-        names = plan.names_at(positions)
-        gradients = self._gradients(positions, are_used=True)
-        # an engine steps one group after the other, and frees the gradients of those before
-        is_plain = self._source is PLAIN_GRADIENTS
-        self._buffer.clear(n.GRADIENT, names if is_plain else plan.names_at(sorted(gradients)))
-        self._buffer.used.update(names)
-        if len(gradients) < len(positions):
-            missing = there(self._parameters, sorted({*positions}.difference(gradients, self._at_rest)))
-            self._buffer.frozen.update(plan.names_at([p for p, parameter in missing.items() if not parameter.requires_grad]))
-        if not self._seen.keys().isdisjoint({*positions}.difference(gradients)):
-            self._buffer.noted["edited"] = True
-        elif gradients and self._seen.keys() >= gradients.keys():
-            if any(_edits(self._seen, gradients).values()):
-                self._buffer.noted["edited"] = True
-            # unscaling moves no version counter, but rounds in low precision: other values without an edit
-            elif self._scaled and any(gradient.dtype in _NARROW for gradient in gradients.values()):
-                self._buffer.noted["rounds"] = True
-        if gradients and is_plain:
-            for position, gradient in gradients.items():
-                if position not in self._seen or self._seen[position][0]() is gradient:
-                    break
-            else:
-                self._buffer.noted["assigned"] = True  # others than those that were measured
+        plan, buffer, is_plain = self._plans[n.GRADIENT], self._buffer, self._source is PLAIN_GRADIENTS
+        names = plan.names if len(positions) == len(plan.names) else plan.names_at(positions)
+        gradients, now = self._gradients(positions, True, handed)
+        if self._has_used:
+            # an engine steps one group after the other, and frees the gradients of those before
+            buffer.clear(n.GRADIENT, names if is_plain else plan.names_at(sorted(gradients)))
+        self._has_used = True
+        buffer.used.update(names)
+        missing, narrow = {*positions}.difference(gradients), _NARROW.intersection(map(dtype_of, gradients.values()))
+        if missing:
+            parameters = self._parameters.there(sorted(missing - self._at_rest))
+            buffer.frozen.update(plan.names_at([p for p, parameter in parameters.items() if not parameter.requires_grad]))
+        were: list[Any] = [*map(self._seen.get, gradients)]
+        are_seen = bool(were) and None not in were
+        changed = [*compress(gradients.values(), map(ne, were, now.values()))] if are_seen else []
+        # subclasses (DTensor) have no version counter that tells, and views (of DDP's buckets) share one
+        telling = compress(changed, map(_TENSOR.__contains__, map(type, changed)))
+        if not all(map(Tensor._is_view, telling)) or not self._seen.keys().isdisjoint(missing):
+            buffer.noted["edited"] = True
+        elif are_seen and self._scaled and narrow:
+            buffer.noted["rounds"] = True  # unscaling moves no version counter: other values without an edit
+        if are_seen and is_plain and not any(map(eq, map(_FIRST, were), map(_FIRST, now.values()))):
+            buffer.noted["assigned"] = True  # others than those that were measured
         self._spent.update(gradients)
         if len(gradients) < len(self._seen):
             self._passed = self._seen.keys() - gradients
-        if narrow := _NARROW.intersection(map(dtype_of, gradients.values())):
-            self._buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)
-        self._measurer.measure(Measurement(self._buffer, plan, gradients, inverse_scale))
-
-
-def _edits(seen: _Seen, gradients: Mapping[int, Tensor]) -> dict[int, bool]:
-    """Whether each of these was written to, or replaced, since it was seen. Without those whose version counter does not tell:
-    subclasses (DTensor) have no such counter, and views (of DDP's buckets) share one.
-    """
-    edits = {}
-    for p, gradient in gradients.items():
-        if p in seen and type(gradient) is Tensor and not gradient._is_view():
-            known, version = seen[p]
-            edits[p] = known() is not gradient or version != (-1 if gradient.is_inference() else gradient._version)
-    return edits
-
-
-def _seen(gradients: Mapping[int, Tensor]) -> _Seen:
-    """The gradients by position, with their versions; found without one call for each."""
-    tensors = gradients.values()
-    versions = map(version_of if any(map(Tensor.is_inference, tensors)) else _VERSION, tensors)
-    return dict(zip(gradients, zip(map(weakref.ref, tensors), versions, strict=True), strict=True))
+        if narrow:
+            buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)
+        self._measurer.measure(Measurement(buffer, plan, gradients, inverse_scale))
 
 
 # --- Parameters, their updates, and the optimizer's state ---
@@ -391,21 +378,21 @@ class ParameterCapture:
     def end(self) -> None:
         self._buffer, self._before = None, {}
 
-    def _live(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
-        parameters = there(self._parameters, positions)
+    def _live(self, positions: Collection[int]) -> Mapping[int, Tensor]:
+        parameters = self._parameters.there(positions)
         if self._source is PLAIN_GRADIENTS:
             return parameters  # functions get detached ones
         return {position: self._source.value(parameter).detach() for position, parameter in parameters.items()}
 
-    def _parts(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
+    def _parts(self, positions: Collection[int]) -> Mapping[int, Tensor]:
         spread = self._plans[n.UPDATE].spread
         return self._measurer.ranks.own_parts(self._live(positions), spread)
 
-    def measure(self, positions: Iterable[int]) -> None:
-        """Measure the parameters now, and their difference to the reference model."""
+    def measure(self, positions: Collection[int], handed: _Handed = None) -> None:
+        """Measure the parameters now, and their difference to the reference model; some are ``handed`` only in plain PyTorch."""
         if self._buffer is None:
             return
-        parameters = self._live(positions)
+        parameters = self._live(positions) if handed is None else dict(zip(positions, handed, strict=True))
         self._measurer.measure(Measurement(self._buffer, self._plans[n.PARAMETER], parameters))
         plan = self._plans[n.PARAMETER_DIFFERENCE]
         if plan.empty:
@@ -518,10 +505,9 @@ class ParameterCapture:
     def _measure_base(self, plan: SourcePlan, before: Mapping[int, Tensor]) -> None:
         """Measure what updates are compared with, unless the copies are what was measured as parameters."""
         assert self._buffer is not None
-        again: list[int] = []
-        if self._measured and self._buffer.last_put(n.PARAMETER) is self._put:
-            known = self._buffer.names_of(n.PARAMETER)
-            again = [position for position in before if position in self._measured and plan.names[position] in known]
+        are_put = self._measured and self._buffer.last_put(n.PARAMETER) is self._put
+        known = self._buffer.names_of(n.PARAMETER) if are_put else set()
+        again = [position for position in before if position in self._measured and plan.names[position] in known]
         if again:
             self._buffer.repeat_rows(n.UPDATE_BASE, plan.names_at(again), n.PARAMETER, SQUARES)
         rest = {position: before[position] for position in before.keys() - set(again)} if again else before

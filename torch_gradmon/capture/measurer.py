@@ -250,33 +250,42 @@ class Measurer:
         self._silent: dict[str, Key] = {}
 
     def measure(self, wanted: Measurement) -> None:
-        plan, tensors, others = wanted.plan, wanted.tensors, None
+        plan, tensors, rows = wanted.plan, wanted.tensors, None
         if plan.measured != tuple(tensors):  # in most steps all are there
             tensors = {p: tensors[p] for p in plan.measured if p in tensors}
-        parts = tensors if wanted.are_parts else self.ranks.own_parts(tensors, plan.spread)
-        found = list(parts.values())
-        together = (as_plain(found) or on_accelerator(found)) if found else None
-        for positions, values in [(list(parts), together)] if together else self._by_device(wanted, parts):
-            if wanted.second is not None:
-                second = {p: wanted.second[p] for p in positions}
-                others = list((second if wanted.are_parts else self.ranks.own_parts(second, plan.spread)).values())
-            scale = None if wanted.inverse_scale is None else wanted.inverse_scale.to(values[0].device)
-            rows = self.statistics.measure(values, plan.columns, scale, others)
-            put = wanted.buffer.merge_rows if wanted.merging else wanted.buffer.put_rows
-            put(plan.source, plan.names_at(positions), rows, plan.columns)
+        values, second, kernel = list(tensors.values()), wanted.second, self.statistics.kernel
+        if (
+            kernel and values and values[0].is_cpu and (wanted.are_parts or not self.ranks.has_parts)
+        ):  # a plain one is its own part
+            others = None if second is None else [second[position] for position in tensors]
+            with contextlib.suppress(Exception):  # what is called then fails too, and says so
+                rows = kernel.at_once(values, self.statistics.eps, wanted.inverse_scale, others)
+        put = wanted.buffer.merge_rows if wanted.merging else wanted.buffer.put_rows
+        for positions, measured in self._measured_apart(wanted, tensors) if rows is None else [(list(tensors), rows)]:
+            put(
+                plan.source, plan.names if len(positions) == len(plan.names) else plan.names_at(positions), measured, plan.columns
+            )
         if plan.functions and not wanted.are_parts:
             self.run_functions(wanted)
 
-    def _by_device(self, wanted: Measurement, parts: Mapping[int, Tensor]) -> Iterable[tuple[list[int], list[Tensor]]]:
-        groups: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
-        for position, part in parts.items():
+    def _measured_apart(self, wanted: Measurement, tensors: Mapping[int, Any]) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Positions and rows of this rank's parts of the tensors, those of one device together."""
+        plan, others = wanted.plan, None
+        parts = tensors if wanted.are_parts else self.ranks.own_parts(tensors, plan.spread)
+        found = list(parts.values())
+        together = (as_plain(found) if found[0].is_cpu else on_accelerator(found)) if found else None
+        by_device: dict[torch.device, dict[int, Tensor]] = {}
+        for position, part in () if together else parts.items():
             if (reason := refusal(part)) is None:
-                positions, values = groups.setdefault(part.device, ([], []))
-                positions.append(position)
-                values.append(part)
+                by_device.setdefault(part.device, {})[position] = part
             else:
-                wanted.buffer.refuse(wanted.plan.source, wanted.plan.names[position], reason)
-        return groups.values()
+                wanted.buffer.refuse(plan.source, plan.names[position], reason)
+        for group in [parts] if together else by_device.values():
+            if wanted.second is not None:
+                second = {position: wanted.second[position] for position in group}
+                others = list((second if wanted.are_parts else self.ranks.own_parts(second, plan.spread)).values())
+            values = together or list(group.values())
+            yield list(group), self.statistics.measure(values, plan.columns, wanted.inverse_scale, others)
 
     def run_functions(self, wanted: Measurement) -> None:
         plan, second = wanted.plan, wanted.second

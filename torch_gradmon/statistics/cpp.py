@@ -11,6 +11,8 @@ import tempfile
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import chain, compress
+from operator import not_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,14 +21,12 @@ from torch import Tensor
 
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
 from .eager import EagerStatistics, measure_precisely, needs_precise_pass
-from .request import Batch, PlainTensors, Request, are_alike, as_plain, dtype_of, flat_pair, threshold
+from .request import PLAIN, Batch, Request, are_alike, as_plain, dtype_of, flat_pair, is_nested, is_on_cpu, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Some compilers do not know the processor.
 _OPTIONS = (("-march=native",), ())
-_Row = ctypes.c_double * WIDTH
-_Entry = ctypes.c_int64 * 4
 
 
 class Kernel(NamedTuple):
@@ -40,93 +40,99 @@ class CppStatistics(EagerStatistics):
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
-        self._kernel = kernel
-        self._entry, self._one_row = _Entry(), _Row()
+        self._kernel, self._one_row = kernel, (ctypes.c_double * WIDTH)()
 
     def row_of(
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
     ) -> list[float] | None:
         """The row of one CPU tensor of any size as numbers; see :meth:`EagerStatistics.row_of`. Always has all columns."""
-        if not _are_readable([tensor], None):
+        if (entries := _entries([tensor], None)) is None:
             return None
-        self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), _KINDS[tensor.dtype]]
         scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
-        nonfinite = self._kernel.rows(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row)
+        nonfinite = self._kernel.rows(1, entries.buffer_info()[0], scale, limit, torch.get_num_threads(), self._one_row)
         return None if nonfinite else list(self._one_row)
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
+        found = self.at_once(tensors, request.eps, request.inverse_scale, minus)
+        return super().rows(tensors, request, minus) if found is None else found
+
+    def at_once(
+        self, tensors: Sequence[Tensor], eps: float, inverse_scale: Tensor | None = None, minus: Sequence[Tensor] | None = None
+    ) -> Tensor | None:
+        """The rows of tensors, with all columns, on any thread; None if :meth:`rows` must be used: the kernel cannot read all."""
         # the kernel shares memory alone with torch, so neither autograd nor autocast sees it
-        if tensors and torch._C._functorch.peek_interpreter_stack() is None and _are_readable(tensors, minus):
-            return self._by_kernel(tensors, minus, request)
-        return super().rows(tensors, request, minus)
+        if torch._C._functorch.peek_interpreter_stack() is not None or (entries := _entries(tensors, minus)) is None:
+            return None
+        rows, threads = torch.empty(len(tensors), WIDTH, dtype=torch.float64, device="cpu"), torch.get_num_threads()
+        scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
+        if self._kernel.rows(len(tensors), entries.buffer_info()[0], scale, limit, threads, rows.data_ptr()):
+            closer, _ = needs_precise_pass(rows.tolist(), ALL_COLUMNS)
+            rows[closer] = measure_precisely(Batch.read(tensors, minus).take(closer), Request(ALL_COLUMNS, eps, inverse_scale))
+        return rows
 
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
         # the kernel fills all columns, so all decide on the precise pass: a row does not depend on the request
         request = Request(ALL_COLUMNS, request.eps, request.inverse_scale)
         # some are copies that must outlive the call
         pairs = {place: batch.flat(place) for place, tensor in enumerate(batch.values) if tensor.dtype in _KINDS}
-        taken = {place: (a, b) for place, (a, b) in pairs.items() if _are_readable([a], None if b is None else [b])}
+        taken = {place: (a, b) for place, (a, b) in pairs.items() if _entries([a], None if b is None else [b])}
         rows = torch.empty(len(batch.values), WIDTH, dtype=torch.float64, device="cpu")
         if rest := sorted(set(range(len(batch.values))) - taken.keys()):
             rows[rest] = super()._measure(batch.take(rest), request, device)
         if taken:
             others = [other for _, other in taken.values() if other is not None] or None
-            found = self._by_kernel([values for values, _ in taken.values()], others, request)
+            found = self.rows([values for values, _ in taken.values()], request, others)
             rows[[*taken]] = batch.take([*taken]).add_implicit_zeros(found)
-        return rows
-
-    def _by_kernel(self, values: Sequence[Tensor], others: Sequence[Tensor] | None, request: Request) -> Tensor:
-        entries, rows = _entries(values, others), torch.empty(len(values), WIDTH, dtype=torch.float64, device="cpu")
-        limit = threshold(request.eps, torch.float32)
-        scale = None if request.inverse_scale is None else _scale(request.inverse_scale)
-        if self._kernel.rows(len(values), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr()):
-            closer, _ = needs_precise_pass(rows.tolist(), ALL_COLUMNS)
-            rows[closer] = measure_precisely(Batch.read(values, others).take(closer), request)
         return rows
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
         if not first[0].is_cpu:
             return super().inner_products(first, second)
         with torch.no_grad():
-            if _are_readable(first, second):
-                return self._products(first, second)
+            if entries := _entries(first, second):
+                return self._products(entries)
             pairs = list(map(flat_pair, first, second))  # in any memory format
-            places = [place for place, (a, b) in enumerate(pairs) if _are_readable([a], [b])]
+            found = {place: entry for place, (a, b) in enumerate(pairs) if (entry := _entries([a], [b]))}
             products = torch.empty(len(pairs), dtype=torch.float64, device="cpu")
-            if rest := sorted({*range(len(pairs))}.difference(places)):
+            if rest := sorted({*range(len(pairs))} - found.keys()):
                 products[rest] = super().inner_products([first[place] for place in rest], [second[place] for place in rest])
-            if places:
-                products[places] = self._products([pairs[place][0] for place in places], [pairs[place][1] for place in places])
+            if found:
+                products[[*found]] = self._products(array("q", chain.from_iterable(found.values())))
             return products
 
-    def _products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        entries, products = _entries(first, second), torch.empty(len(first), dtype=torch.float64, device="cpu")
-        self._kernel.products(len(first), entries.buffer_info()[0], torch.get_num_threads(), products.data_ptr())
+    def _products(self, entries: array[int]) -> Tensor:
+        products = torch.empty(len(entries) // 4, dtype=torch.float64, device="cpu")
+        self._kernel.products(len(products), entries.buffer_info()[0], torch.get_num_threads(), products.data_ptr())
         return products
 
 
-def _entries(values: Sequence[Tensor], others: Sequence[Tensor] | None) -> array[int]:
-    entries = array("q", bytes(8 * 4 * len(values)))
-    entries[0::4] = array("q", map(Tensor.data_ptr, values))
-    entries[1::4] = array("q", map(Tensor.data_ptr, others) if others else bytes(8 * len(values)))
-    entries[2::4] = array("q", map(Tensor.numel, values))
-    entries[3::4] = array("q", map(_KINDS.__getitem__, map(dtype_of, values)))
-    return entries
-
-
-def _are_readable(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
-    """Whether the kernel can read these tensors, and what to subtract from each: plain ones of its dtypes, contiguous in memory and
-    unchanged there: a negative view has the opposite sign. Without one call for each.
+def _entries(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> array[int] | None:
+    """What the kernel gets of each tensor: addresses of it and of the other one, size and kind. None unless all are plain, of its dtypes,
+    contiguous and unchanged in memory: a negative view has the opposite sign. Asked anew each time: ``.data`` may have been replaced.
     """
-    plain = tensors if isinstance(tensors, PlainTensors) else as_plain(tensors)
-    return (
-        plain is not None
-        and _KINDS.keys() >= plain.dtypes
-        and all(map(Tensor.is_contiguous, plain))
-        and not any(map(Tensor.is_neg, plain))
-        and (all(map(Tensor.data_ptr, plain)) or all(t.data_ptr() or not t.numel() for t in plain))
-        and (others is None or (are_alike(plain, others) and _are_readable(others, None)))
-    )
+    try:
+        is_readable = (
+            PLAIN.issuperset(map(type, tensors))
+            and _KINDS.keys() >= {*(dtypes := [*map(dtype_of, tensors)])}
+            and all(map(is_on_cpu, tensors))
+            and not any(map(is_nested, tensors))
+            and all(map(Tensor.is_contiguous, tensors))
+            and not any(map(Tensor.is_neg, tensors))
+            and (others is None or (are_alike(tensors, others) and _entries(others, None) is not None))
+        )
+        if not is_readable:
+            return None
+        addresses, sizes = [*map(Tensor.data_ptr, tensors)], [*map(Tensor.numel, tensors)]
+    except RuntimeError:  # sparse ones and those of torch.func have no memory of their own
+        return None
+    if not all(addresses) and (as_plain(tensors) is None or any(compress(sizes, map(not_, addresses)))):
+        return None
+    entries = array("q", bytes(4 * 8 * len(sizes)))
+    entries[0::4], entries[2::4] = array("q", addresses), array("q", sizes)
+    entries[3::4] = array("q", [*map(_KINDS.__getitem__, dtypes)])
+    if others is not None:
+        entries[1::4] = array("q", [*map(Tensor.data_ptr, others)])
+    return entries
 
 
 def _scale(inverse_scale: Tensor) -> ctypes.Array[ctypes.c_float]:

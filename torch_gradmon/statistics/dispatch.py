@@ -44,18 +44,17 @@ class Statistics:
         self.eps = eps
         self._complaints = complaints
         self._eager = EagerStatistics()
-        self._of: dict[str, EagerStatistics] = {}
+        self.kernel = None if compiled is False else self._cpp(may_compile=bool(compiled))  # of CPU tensors, until it fails
+        self._of: dict[str, EagerStatistics] = {"cpu": self.kernel or self._eager}
         self._lock = threading.Lock()  # forward hooks may fire on several threads, which share the scratch memory
-        if compiled is not False:
-            self._of["cpu"] = self._cpp(may_compile=bool(compiled))
 
-    def _cpp(self, may_compile: bool) -> EagerStatistics:
+    def _cpp(self, may_compile: bool) -> cpp.CppStatistics | None:
         try:
             kernel = cpp.found()[0] or (cpp.compiled() if may_compile else None)
-            return self._eager if kernel is None else cpp.CppStatistics(kernel)
+            return None if kernel is None else cpp.CppStatistics(kernel)
         except Exception as error:
             self._complaints.add("compile", "the statistics could not be compiled, which makes them slower, not wrong", error)
-            return self._eager
+            return None
 
     def _triton(self) -> EagerStatistics:
         try:
@@ -71,10 +70,10 @@ class Statistics:
         if not tensor.is_cpu:
             return None
         with self._lock:
-            return self._of.get("cpu", self._eager).row_of(tensor, columns, self.eps, inverse_scale)
+            return self._of["cpu"].row_of(tensor, columns, self.eps, inverse_scale)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        return self._by_backend("inner_products", first, second)
+        return self._by_backend(first[0].device, "inner_products", first, second)
 
     def has_kernel(self, device: torch.device) -> bool:
         """Whether a kernel of its own measures tensors on ``device``, in a few launches however many they are."""
@@ -96,11 +95,11 @@ class Statistics:
         """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`EagerStatistics.rows`."""
         if not tensors:
             return identity(0)
-        request = _known(columns, self.eps) if inverse_scale is None else Request(columns, self.eps, inverse_scale)
-        return self._by_backend("rows", tensors, request, minus)
-
-    def _by_backend(self, method: str, tensors: Sequence[Tensor], *given: Any) -> Tensor:
         device = tensors[0].device
+        request = _known(columns, self.eps) if inverse_scale is None else Request(columns, self.eps, inverse_scale.to(device))
+        return self._by_backend(device, "rows", tensors, request, minus)
+
+    def _by_backend(self, device: torch.device, method: str, tensors: Sequence[Tensor], *given: Any) -> Tensor:
         backend = self._of.get(device.type) or self._backend(device)
         with self._lock:
             try:
@@ -111,6 +110,7 @@ class Statistics:
                 found = getattr(self._eager, method)(tensors, *given)
                 # they have worked where the backend failed: else the tensors are the cause
                 name, self._of[device.type] = type(backend).__name__, self._eager
+                self.kernel = None if backend is self.kernel else self.kernel
                 self._complaints.add(
                     f"backend:{device.type}", f"{name} failed and is off: statistics are slower now, not wrong", error
                 )

@@ -24,7 +24,7 @@ REAL = NARROW | {torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16
 LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 #: Types whose memory holds the elements unchanged; nn.Buffer makes plain tensors.
 PLAIN = frozenset({Tensor, nn.Parameter})
-dtype_of, _IS_CPU, _LAYOUT, _IS_NESTED, _DEVICE, _SHAPE = map(
+dtype_of, is_on_cpu, _LAYOUT, is_nested, _DEVICE, _SHAPE = map(
     attrgetter, ("dtype", "is_cpu", "layout", "is_nested", "device", "shape")
 )
 _STRIDED = frozenset({torch.strided})
@@ -64,25 +64,18 @@ def is_plain(tensor: Tensor) -> bool:
 class PlainTensors(list[Tensor]):
     """Tensors that :func:`is_plain` accepts, so they need not be checked again."""
 
-    dtypes: frozenset[torch.dtype]
-
 
 def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
     """The ``tensors`` if :func:`is_plain` holds for all of them, found without one call for each; else None."""
-    dtypes = frozenset(map(dtype_of, tensors))
     is_plain_all = (
         PLAIN.issuperset(map(type, tensors))
-        and dtypes <= REAL
-        and all(map(_IS_CPU, tensors))
+        and REAL.issuperset(map(dtype_of, tensors))
+        and all(map(is_on_cpu, tensors))
         and _STRIDED.issuperset(map(_LAYOUT, tensors))
-        and not any(map(_IS_NESTED, tensors))
+        and not any(map(is_nested, tensors))
         and not any(map(is_functorch_wrapped, tensors))
     )
-    if not is_plain_all:
-        return None
-    plain = PlainTensors(tensors)
-    plain.dtypes = dtypes
-    return plain
+    return PlainTensors(tensors) if is_plain_all else None
 
 
 def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
@@ -91,7 +84,7 @@ def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
         PLAIN.issuperset(map(type, tensors))
         and {device}.issuperset(map(_DEVICE, tensors))
         and _STRIDED.issuperset(map(_LAYOUT, tensors))
-        and not any(map(_IS_NESTED, tensors))
+        and not any(map(is_nested, tensors))
         and not any(map(is_functorch_wrapped, tensors))
         and not any(map(Tensor.is_neg, tensors))
     )
@@ -260,7 +253,7 @@ class Batch:
                     if implied:
                         zeros[index] = implied
         wide = [False] * len(values)
-        if plain is None or not plain.dtypes <= NARROW:
+        if plain is None or not NARROW.issuperset(map(dtype_of, plain)):
             wide = [tensor.dtype not in NARROW for tensor in values]
         if others is not None:
             wide = [one or other.dtype not in NARROW for one, other in zip(wide, others, strict=True)]

@@ -393,7 +393,9 @@ class StepBuffer:
             self._note_stream(rows.device)
         if len(names) != len(rows):
             raise ValueError(f"{len(rows)} rows of {source} for {len(names)} names")
-        of = self._source(source, columns)
+        if (of := self._sources.get(source)) is None:
+            of = self._sources[source] = _Source(columns)
+        of.columns = of.columns if of.columns is columns else of.columns & columns
         of.last = names, rows
         of.rows.update(zip(names, zip(repeat(rows), count()), strict=False))
 

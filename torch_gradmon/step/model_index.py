@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, methodcaller
+from itertools import chain, repeat
+from operator import attrgetter, getitem, is_not, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from ..core.errors import display
 from ..core.keys import ROOT, WRAPPERS, canonical_name, canonical_names
 from ..core.torch_modes import fsdp_param_groups
 from .ranks import Ranks, is_dtensor, is_sharded
+
+_CALL, _CHILDREN, _PARAMETERS = weakref.ref.__call__, attrgetter("_modules"), attrgetter("_parameters")
 
 # --- Where a parameter is ---
 
@@ -43,22 +46,27 @@ class ModuleParameterRef:
             return None
 
 
-def there(places: Sequence[Place], positions: Iterable[int]) -> dict[int, nn.Parameter]:
-    """The parameters that exist of those at these positions; found without one call for each that a module has."""
-    found: dict[int, nn.Parameter] = {}
-    for position in positions:
-        place = places[position]
-        if type(place) is ModuleParameterRef:
-            module = place._module()
-            try:
-                parameter = None if module is None else module._parameters[place._name]
-            except KeyError:
-                continue
-        else:
-            parameter = place()
-        if parameter is not None:
-            found[position] = parameter
-    return found
+class Places(list[Place]):
+    """Where the parameters of a model are, by position."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        super().__init__(places)
+        self.positions = [*range(len(self))]
+        of_modules = [place for place in places if type(place) is ModuleParameterRef]
+        self._modules, self._names = [place._module for place in of_modules], [place._name for place in of_modules]
+
+    def there(self, positions: Collection[int]) -> dict[int, nn.Parameter]:
+        """The parameters that exist of those at these positions."""
+        found: dict[int, Any] = {}
+        if len(self._modules) == len(self):  # without one call for each
+            modules, names = self._modules, self._names
+            if positions != self.positions:
+                modules, names = [*map(modules.__getitem__, positions)], [*map(names.__getitem__, positions)]
+            with contextlib.suppress(AttributeError, KeyError):  # a module or a parameter is gone
+                found = dict(zip(positions, map(getitem, map(_PARAMETERS, map(_CALL, modules)), names), strict=True))
+        found = found or {position: self[position]() for position in positions}
+        is_all = all(map(is_not, found.values(), repeat(None)))
+        return found if is_all else {position: each for position, each in found.items() if each is not None}
 
 
 class FsdpParameterRef:
@@ -115,9 +123,6 @@ class ParameterRefs:
 
 # --- Whether a model still has the parameters and modules that it had when it was indexed ---
 
-_CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
-_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
-
 
 def _is_same(known: object, now: object, parameter: Tensor | None, in_pass: object) -> bool:
     # torch.func.functional_call puts plain tensors in the place of parameters during a call
@@ -133,16 +138,15 @@ def _is_same(known: object, now: object, parameter: Tensor | None, in_pass: obje
 
 def _identities(modules: Sequence[nn.Module]) -> tuple[list[object], ...]:
     """How many children and parameters each module has and their names, the children, the parameters, and which of these are trained."""
-    children, parameters = [*map(_CHILDREN, modules)], [*map(_PARAMETERS, modules)]
-    values = [*chain.from_iterable(map(_VALUES, parameters))]
-    trained = []
-    for value in values:
-        trained.append(value is not None and value.requires_grad)
+    both = [*map(_CHILDREN, modules), *map(_PARAMETERS, modules)]
+    # those of TorchScript are no dicts
+    keys, values = (iter, dict.values) if {dict}.issuperset(map(type, both)) else (methodcaller("keys"), methodcaller("values"))
+    found = [*chain.from_iterable(map(values, both[len(modules) :]))]
     return (
-        [*map(len, children), *map(len, parameters), *chain.from_iterable(map(_KEYS, [*children, *parameters]))],
-        [*map(id, chain.from_iterable(map(_VALUES, children)))],
-        [*map(id, values)],
-        trained,
+        [*map(len, both), *chain.from_iterable(map(keys, both))],
+        [*map(id, chain.from_iterable(map(values, both[: len(modules)])))],
+        [*map(id, found)],
+        [*map(getattr, found, repeat("requires_grad"), repeat(False))],  # a module may have None in the place of a parameter
     )
 
 
@@ -410,14 +414,13 @@ class ModelIndex:
         own = {naming.in_whole(name): raw_name for raw_name, name in canonical_names(raw).items()}
         self.names: list[str] = []
         self.parameters: dict[str, dict[str, Any]] = {}  # shape and dtype by name, for the run directory
-        self.references: list[Place] = []
         self.matrices: dict[str, int] = {}  # of two or more dimensions, with their fan-in, 0 for what is no factor
         self.kernels: set[str] = set()  # of convolutions, with three dimensions, which elsewhere are a stack of matrices
         self.spread: set[str] = set()  # sharded or rank-specific parameters
         self.excluded: set[str] = set()
         self.foreign: set[str] = set()  # parameters that only other ranks have
         self.aliases: dict[str, list[str]] = {}
-        trained = set()
+        trained, references = set(), []
         described = {} if whole is None else whole.facts
         # with other parts elsewhere without one that has come since on this rank: all ranks exchange the same rows
         for in_whole in own if whole is None else described:
@@ -427,7 +430,7 @@ class ModelIndex:
                 self.foreign.add(name)
             fact = described[in_whole] if parameter is None else self._described(module, own[in_whole], name, parameter)
             self.names.append(name)
-            self.references.append(place)
+            references.append(place)
             self.parameters[name] = {"shape": list(fact.shape), "dtype": fact.dtype}
             if fact.fan_in >= 0:
                 self.matrices[name] = fact.fan_in
@@ -438,7 +441,7 @@ class ModelIndex:
             # as it was when ranks met: what one of them freezes or thaws later is not known to the others
             if described.get(in_whole, fact).is_trained:
                 trained.add(name)
-        self.trainable = TrainableNames(trained)
+        self.trainable, self.references = TrainableNames(trained), Places(references)
         # with other parts elsewhere: the first rank that has each parameter
         self.homes: list[int] = [] if whole is None else [whole.homes[name] for name in whole.facts]
         # then also the parameters of each of the optimizers' groups, and the settings of all of them
@@ -493,12 +496,9 @@ class ModelIndex:
 
     def is_current(self) -> bool:
         """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
-        if self._refs.places and not self._refs.is_current():
+        modules: list[Any] = [*map(_CALL, self._watched)]
+        if not all(map(is_not, modules, repeat(None))) or (self._refs.places and not self._refs.is_current()):
             return False
-        modules = []
-        for reference in self._watched:
-            if (module := reference()) is not None:
-                modules.append(module)
         now = _identities(modules)
         if self._known == now:
             return True  # as nearly always, and without a call for each module or parameter

@@ -57,6 +57,7 @@ class Ranks:
     def __init__(self, group: Any = None) -> None:
         self.group = group
         self.is_alone = False  # others have no monitor of the same tensors, so that no collective is entered for one of them
+        self.has_parts = False  # of tensors that not all ranks have
         self._homes: Sequence[int] | None = None
         self._counting: dict[tuple[Any, tuple[Any, ...], int | None], bool] = {}
 
@@ -64,11 +65,7 @@ class Ranks:
         """A parameter is counted by the rank at its position in ``homes``, among all processes, or by the ranks that share it with that
         one: not all ranks have it.
         """
-        self._homes = homes
-
-    @property
-    def has_parts(self) -> bool:
-        return self._homes is not None
+        self.has_parts, self._homes = True, homes
 
     def is_at_home(self, position: int, tensors: Sequence[Tensor]) -> bool:
         """Whether this rank counts all elements of the parameter at ``position``, whose tensors these are, and no other rank counts any."""
