@@ -64,7 +64,7 @@ class StepProgram:
         self._followed = self._most = 0
         self._due = self._spent = 0.0
         self.is_behind = False
-        self.is_ready, self._until_ready = False, AFTER
+        self.is_ready, self._until_ready, self._audit = False, AFTER, self._plugins.built_in.audit
         self._optimizer, self._key = weakref.ref(optimizer), id(optimizer)
 
     def wake(self) -> None:
@@ -176,8 +176,9 @@ class StepProgram:
         self.is_ready = self._until_ready <= 0 and self._are_usual()
 
     def _are_usual(self) -> bool:
+        """From here on as long as nothing wakes: the loop is neither paused nor by hand, and has one optimizer that steps once."""
         state = self._state
-        is_plain = state.is_plain and state.in_backward.is_settled and not (state.patterns.is_first or state.is_paused)
+        is_plain = state.is_plain and state.in_backward.is_settled and not state.patterns.is_first
         return is_plain and self._loop.optimizer_hooks.are_plain and self._planner.source is PLAIN_GRADIENTS
 
     def forward_began(self, module: nn.Module) -> None:
@@ -186,14 +187,11 @@ class StepProgram:
         progress, patterns = state.progress, state.patterns
         is_usual = self.fence.had_grad and module.training and _running_task() == -1
         is_usual = is_usual and _interpreter() is None and _tracing_state() is None
-        is_usual = is_usual and not (hooks.in_closure or hooks.holds.held or patterns.is_undecided or self.fence.is_captured)
-        is_usual = is_usual and (hooks.is_shielded or "torch._dynamo" not in sys.modules) and self._optimizer() is not None
+        is_usual = is_usual and not (patterns.is_undecided or self.fence.is_captured) and self._optimizer() is not None
+        is_usual = is_usual and (hooks.is_shielded or "torch._dynamo" not in sys.modules)
         if state.is_open:
-            is_usual = is_usual and not (progress.is_attempted or progress.begun or progress.done or progress.overflowed)
-            is_usual = is_usual and not (progress.is_tentative or progress.parts or state.in_backward.any_now)
-        else:
-            is_usual = is_usual and not (state.is_manual or state.is_paused) and state.step is not None and step > state.step
-        if not is_usual:
+            is_usual = is_usual and not (progress.is_attempted or progress.begun or progress.done or progress.is_tentative)
+        if not is_usual or state.step is None or (not state.is_open and step <= state.step):
             self._loop.model_hooks.called(module, True)
             return
         self.depth.clear()
@@ -202,8 +200,7 @@ class StepProgram:
         if self.is_behind:
             self.catch_up()
         self._followed += 1
-        audit = self._plugins.built_in.audit
-        self._plugins.call_one(audit, audit.on_forward)
+        self._plugins.call_one(self._audit, self._audit.on_forward)
         if not state.is_open:
             patterns.hides_forward = False
             lifecycle.seal(step)
@@ -214,32 +211,29 @@ class StepProgram:
 
     def backward_ended(self) -> None:
         """A backward pass is over that is no part of another one."""
-        loop, state, progress = self._loop, self._state, self._state.progress
-        is_usual = state.is_open and not (state.is_paused or progress.is_tentative or progress.parts or progress.done)
-        is_usual = is_usual and not (state.in_backward.any_now or state.in_backward.known)
-        if not is_usual or self._optimizer() is None:
+        loop, state, progress, captures = self._loop, self._state, self._state.progress, self._lifecycle.captures
+        if not state.is_open or progress.is_tentative or progress.done or self._optimizer() is None:
             loop.backward_ended(is_nested=False)
             return
-        audit = self._plugins.built_in.audit
-        self._plugins.call_one(audit, audit.on_backward_ended)
+        self._plugins.call_one(self._audit, self._audit.on_backward_ended)
         state.count_backward()
-        if self._lifecycle.captures.modules is not None:
-            self._lifecycle.captures.modules.backward_ended()
-        if progress.backwards >= (state.patterns.fewest_backwards or 0) or not loop.machine.expects_more():
-            if loop.scaler_hooks.scaler is None:
-                self._lifecycle.captures.gradients.before_clip(loop.ownership.all_positions, None)
-            else:
-                loop.measure_before_clip()
+        if captures.modules is not None:
+            captures.modules.backward_ended()
+        if progress.backwards < (state.patterns.fewest_backwards or 0) and loop.machine.expects_more():
+            return
+        if loop.scaler_hooks.scaler is None:
+            captures.gradients.before_clip(loop.ownership.all_positions, None)
+        else:
+            loop.measure_before_clip()
 
     def step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The optimizer is about to step."""
         loop, state, key, active = self._loop, self._state, self._key, self._lifecycle.active
         progress, captures, ownership = state.progress, self._lifecycle.captures, loop.ownership
-        is_usual = state.is_open and not (progress.is_attempted or progress.begun or progress.done or progress.overflowed)
-        is_usual = is_usual and not (progress.raised or progress.is_tentative or progress.parts or progress.parameters_measured)
+        is_usual = state.is_open and not (progress.is_attempted or progress.begun or progress.done or progress.is_tentative)
         is_usual = is_usual and progress.backwards >= (state.patterns.fewest_backwards or 1) and _running_task() == -1
-        is_usual = is_usual and not (state.in_backward.any_now or loop.backward_hooks.awaited or self.fence.is_captured)
-        is_usual = is_usual and not (args[1:] or kwargs or self.depth.get(key)) and getattr(optimizer, "grad_scale", None) is None
+        is_usual = is_usual and not (loop.backward_hooks.awaited or self.fence.is_captured or args[1:] or kwargs)
+        is_usual = is_usual and not self.depth.get(key) and getattr(optimizer, "grad_scale", None) is None
         if not is_usual or active is None or active.buffer is None:
             return loop.optimizer_hooks.began(optimizer, args, kwargs)
         self.depth[key] = 1
@@ -249,12 +243,7 @@ class StepProgram:
         self._plugins.call("on_optimizer_step", optimizer, False)
         state.in_backward.outside.add(key)
         progress.begun.add(key)
-        for number, group in enumerate(optimizer.param_groups):
-            rate = group.get("lr")
-            if type(rate) is float:
-                active.buffer.noted[f"lr/0/{number}"] = rate
-            else:
-                self._lifecycle.note(f"lr/0/{number}", rate)
+        loop.annotate(key, turns=0, is_first=False)
         progress.parameters_measured = True
         captures.parameters.measure(ownership.all_positions)
         captures.parameters.before_step(ownership.all_positions, as_measured=True)
@@ -269,20 +258,17 @@ class StepProgram:
 
     def step_ended(self, optimizer: Optimizer, *_: object) -> None:
         """The optimizer has stepped."""
-        loop, state, key, plugins, active = self._loop, self._state, self._key, self._plugins, self._lifecycle.active
+        loop, state, key, active = self._loop, self._state, self._key, self._lifecycle.active
         progress, patterns = state.progress, state.patterns
-        is_usual = state.is_open and not (state.is_manual or state.is_paused) and self.depth.get(key) == 1
-        is_usual = is_usual and progress.begun == progress.done == {key} and not (progress.times or progress.parts)
-        is_usual = is_usual and not (progress.overflowed or progress.is_attempted or state.in_backward.any_now)
-        is_usual = is_usual and not loop.optimizer_hooks.holds.held and _running_task() == -1
+        is_usual = state.is_open and not progress.is_attempted and progress.begun == progress.done == {key}
+        is_usual = is_usual and self.depth.get(key) == 1 and not loop.optimizer_hooks.holds.held and _running_task() == -1
         if not is_usual or active is None or active.buffer is None or getattr(optimizer, "found_inf", None) is not None:
             loop.optimizer_hooks.ended(optimizer)
             return
         self.depth[key] = 0
         self._most, self._followed = max(self._most, self._followed), 0
-        audit = plugins.built_in.audit
-        plugins.call_one(audit, audit.on_optimizer_stepped, optimizer)
-        plugins.tell("replicas", "on_optimizer_stepped", optimizer)
+        self._plugins.call_one(self._audit, self._audit.on_optimizer_stepped, optimizer)
+        self._plugins.tell("replicas", "on_optimizer_stepped", optimizer)
         progress.begun.clear()
         progress.in_part.add(key)
         progress.times[key], progress.latest = 1, key
