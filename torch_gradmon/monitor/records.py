@@ -596,7 +596,8 @@ class RecordPipeline:
         self.absent: dict[tuple[str, str], str] = {}
         self.observers: list[Callable[[StepRecord, bool], object]] = []
         self._signals: Mapping[str, float] = {}  # the whole-model values of the last record
-        self._late: StepBuffer | None = None  # merges what is logged for the last step
+        self._of_last: StepBuffer | None = None  # what was measured and logged in the last step
+        self._late: StepBuffer | None = None  # merges with that what is logged for it, once anything is
         self._is_finished = True
 
     def __del__(self) -> None:
@@ -655,12 +656,12 @@ class RecordPipeline:
         ``open_to_late_values``: values may still be added to the step that ended last.
         """
         while self.waiting:
-            if not only_oldest:
+            if not (only_oldest or self.waiting[0].readback.arrival.is_local):
                 self.waiting[0].readback.arrival.wait()  # interrupted here, the step is still there
             pending = self.waiting.popleft()
             record, signals = self.factory.make(pending)
             try:
-                self._late, self.absent = pending.readback.buffer.part(), pending.readback.buffer.absent
+                self._late, self._of_last, self.absent = None, pending.readback.buffer, pending.readback.buffer.absent
                 self.detectors.begin(record, self.absent)
                 record, events = self.detectors.detect(record, signals, self.absent)
                 self._is_finished = False
@@ -721,7 +722,8 @@ class RecordPipeline:
             recorded.absorb(late)
         elif (pending := self._newest) is not None:
             pending.add(late)
-        elif self.last is not None and self._late is not None:
+        elif self.last is not None and self._of_last is not None:
+            self._late = self._late or self._of_last.part()
             self._late.absorb(late)
             self._amend(self._late.flush()[1])
 
