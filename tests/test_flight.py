@@ -215,8 +215,8 @@ def test_late_values_depart_when_the_next_step_begins(slow: _Slow, monkeypatch: 
     sent: list[int] = []
     init = DeviceToHostCopy.__init__
 
-    def made(self: DeviceToHostCopy, tensors: Any) -> None:
-        init(self, tensors)
+    def made(self: DeviceToHostCopy, *given: Any) -> None:
+        init(self, *given)
         sent.append(len(self.host))
 
     monkeypatch.setattr(DeviceToHostCopy, "__init__", made)

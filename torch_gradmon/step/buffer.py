@@ -65,8 +65,12 @@ def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
     elif before.sums[Column.SQUARE_SUM] != after.sums[Column.SQUARE_SUM]:
         return after  # as in most steps that clip; both sums are needed anyway
     columns = sorted(after.columns)
-    is_same = rows[:, columns].equal(after.rows[:, columns])
-    return StatsTable(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP) if is_same else after
+    if not rows.equal(after.rows) and not rows[:, columns].equal(after.rows[:, columns]):
+        return after
+    found = StatsTable(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP)
+    if rows is before.rows:
+        vars(found)["sums"] = before.sums  # a property that is computed once
+    return found
 
 
 # --- Values of one key: what a micro-batch contributes, how contributions merge, and the final number ---
@@ -218,12 +222,12 @@ _SEVERAL = "ranks merge one value for each key, and its aggregation function ret
 class DeviceToHostCopy:
     """An asynchronous copy of tensors as float64, one per device, to pinned memory behind the device's work: :meth:`land` waits."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], fixed: int = 0) -> None:  # so many of the first ones change no more
         self.host: list[Tensor] = []  # those of other devices are replaced when they land
         by_device: dict[torch.device, list[int]] = {}
         for position, tensor in enumerate(tensors):
             if tensor.is_cpu:  # without packing it
-                tensor = tensor.to(torch.float64, copy=True)
+                tensor = tensor.to(torch.float64, copy=position >= fixed)
             else:
                 by_device.setdefault(tensor.device, []).append(position)
             self.host.append(tensor)
@@ -388,10 +392,9 @@ class StepBuffer:
             self._note_stream(rows.device)
         if len(names) != len(rows):
             raise ValueError(f"{len(rows)} rows of {source} for {len(names)} names")
-        if source not in self._sources:  # as in nearly all steps
-            self._sources[source] = _Source(columns, (names, rows), last=rows)
-            return
-        of = self._source(source, columns)
+        of = self._sources.setdefault(source, _Source(columns))
+        if of.columns is not columns:
+            of.columns &= columns
         of.last = rows
         if of.whole is None and not of.places:
             of.whole = names, rows
@@ -773,7 +776,8 @@ class PendingReadback:
                 facts.append(fact)
         parts, losses = chain.from_iterable(map(_THIRD, self._parts)), map(_THIRD, buffer.rows)
         scalars = chain(reduced.values(), facts, self._flags.values())
-        self.arrival = DeviceToHostCopy([*self._blocks.values(), *parts, *scalars, *buffer.extras.values(), *losses])
+        sent = [*self._blocks.values(), *parts, *scalars, *buffer.extras.values(), *losses]
+        self.arrival = DeviceToHostCopy(sent, len(self._blocks))  # whoever measures makes new rows
 
     def _reduced(self) -> dict[Key, Tensor]:
         """Final scalars; several for a key whose aggregation returned a dict."""
@@ -793,8 +797,7 @@ class PendingReadback:
 
     def land(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
         """Tables by source, custom values and facts, on the host. Waits for the copy, once per device."""
-        buffer, arrival = self.buffer, self.arrival
-        host = iter(arrival.host if arrival.is_local else arrival.land())
+        buffer, host = self.buffer, iter(self.arrival.host if self.arrival.is_local else self.arrival.land())
         blocks = dict(zip(self._blocks, host, strict=False))
         tables = self._tables(blocks, host) if buffer._sources else {}
         values = dict(zip(self._keys, map(float, host), strict=False))
@@ -836,14 +839,14 @@ class PendingReadback:
                 found.setdefault(source, {})[name] = rows, row
         tables: dict[str, StatsTable] = {}
         for source, places in found.items():
-            of, names = sources[source], tuple(places)
+            of = sources[source]
             if of.whole is not None:
                 names, rows = tuple(of.whole[0]), blocks[id(of.whole[1])]
             else:
-                rows = _rows_at(places.values(), blocks)
-            counts = rows[:, Column.COUNT]
-            if of.exchanged and not bool((counts > 0).all()):  # no rank had any of some
-                some = [count > 0 or name not in of.exchanged for name, count in zip(names, counts.tolist(), strict=True)]
+                names, rows = tuple(places), _rows_at(places.values(), blocks)
+            if of.exchanged and not bool((rows[:, Column.COUNT] > 0).all()):  # no rank had any of some
+                counts = rows[:, Column.COUNT].tolist()
+                some = [count > 0 or name not in of.exchanged for name, count in zip(names, counts, strict=True)]
                 names, rows = tuple(compress(names, some)), rows[some]
             if names:
                 tables[source] = StatsTable(names, rows, of.columns)

@@ -154,10 +154,10 @@ _VIEWS_OF_GRADIENTS = {**DISTRIBUTION, "grad_max": "max"}
 
 def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[str, float]:
     """The values by name, without undefined ones; ``wanted``: names in :data:`DISTRIBUTION` to compute as well."""
-    norm, most = math.sqrt(before.sums[Column.SQUARE_SUM]), before.rows.amax(0).tolist()
+    norm, (least, most) = math.sqrt(before.sums[Column.SQUARE_SUM]), map(Tensor.tolist, before.rows.aminmax(dim=0))
     values = {"grad_norm": norm, "grad_nonfinite_count": before.sums[Column.NONFINITE]}
     if VIEWS["max"].columns <= before.columns:
-        largest = max(most[Column.MAX], -before.rows[:, Column.MIN].amin().item())
+        largest = max(most[Column.MAX], -least[Column.MIN])
         if largest >= 0:  # else it is that of no element
             values["grad_max"] = abs(largest)  # 0 for -0
     if 0 < norm < float("inf"):
@@ -441,9 +441,8 @@ def differ(before: StatsTable, after: StatsTable, rounding: float = 0.0) -> bool
     much, and that of the sums.
     """
     slack = 1e-6 + 2.5 * rounding
-    then, now = before.rows, after.rows
-    if before.names != after.names:
-        then = then[[before.row_of[name] for name in after.names]]
+    then = before.rows if before.names == after.names else before.rows[[before.row_of[name] for name in after.names]]
+    now = after.rows
     if then.equal(now):  # as in most loops that do not clip
         return False
     for column in (before.columns & after.columns) - {Column.NEAR_ZERO}:
@@ -486,8 +485,7 @@ class ClipWindow:
     """
 
     def __init__(self) -> None:
-        self._steps: deque[_Step] = deque(maxlen=WINDOW)
-        self.has_edits = False
+        self.load([])
 
     def add(self, edited: bool, before: float, after: float, rounding: float = 0.0) -> None:
         """Add a step; ``edited``: its gradients were written to between these norms, with this relative ``rounding``."""
@@ -502,6 +500,8 @@ class ClipWindow:
     def share(self) -> tuple[float | None, float | None]:
         """Share of clipped steps. None if gradients were only scaled; then also the largest factor."""
         edited = sorted(filter(_EDITED, self._steps), key=_FACTOR)
+        if {*map(_FACTOR, edited)} <= {1.0}:
+            return 0.0, None  # as of a clip that never acts
         factors = _scalings(edited)
         limit = max(factors, default=1.0) * (1 - _SAME)
         clipped = 0
@@ -654,10 +654,9 @@ class Summary:
         """The values of one step by name, including those that are not shown. ``tables``: of all parameters or not at all; ``base``: the
         updated parameters before the update; ``absent`` gets reasons; ``batch_norms``: of micro-batches, by rank.
         """
-        values: dict[str, float] = {}
         self.not_applied += not facts.applied
         self.interrupted += "interrupted" in facts.context
-        values["steps_not_applied"] = float(self.not_applied)
+        values = {"steps_not_applied": float(self.not_applied)}
         before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
         used_all = before is None or facts.used.issuperset(before.names)
         values |= self._gradients(before, after, facts, used_all, absent)
