@@ -497,16 +497,14 @@ class StepBuffer:
         """Merge a logged value; returns whether it was taken. A value of a trainer ``stands_in`` for one that the script may log:
         whichever comes first, the script's value replaces it.
         """
-        if not self._takes(key, stands_in):
+        if (stands_in or self._has_stand_ins) and not self._takes(key, stands_in):
             return False
         part = part_of(as_tensor(value, key), aggregation)
         self._merge(key, PendingValue(aggregation, [part], stands_in=stands_in))
         return True
 
     def _takes(self, key: Key, stands_in: bool) -> bool:
-        self._has_stand_ins |= stands_in
-        if not self._has_stand_ins:
-            return True
+        self._has_stand_ins = True
         is_loss = is_whole_loss(key)
         alike = []
         for known, value in self._values.items():
@@ -632,7 +630,8 @@ class StepBuffer:
                 self._source(source, of.columns).rows.update(of.rows)
         for key, value in other._values.items():
             is_of_all = key in self._values and self._values[key].of_all
-            if not is_of_all and (key.source or self._takes(key, value.stands_in)):
+            may_stand_in = value.stands_in or self._has_stand_ins
+            if not is_of_all and (key.source or not may_stand_in or self._takes(key, value.stands_in)):
                 self._merge(key, value)
         self._finals.update(other._finals)
         self.absent.update(other.absent)
@@ -769,7 +768,7 @@ class PendingReadback:
         self._parts = buffer._parts() if any(map(_PARTS_OF, buffer._sources.values())) else []
         self._flags: dict[Key, Tensor] = {}
         reduced = self._reduced() if buffer._values else {}
-        self._keys, self._blocks = [*reduced], buffer._blocks()
+        self._keys, self._blocks = [*reduced], buffer._blocks() if buffer._sources or buffer._finals else {}
         facts = []
         for fact in buffer.noted.values():
             if isinstance(fact, Tensor):
