@@ -31,7 +31,7 @@ class _Slow:
             self.landed_early += not self.come
             return land(arrival)
 
-        monkeypatch.setattr(DeviceToHostCopy, "is_local", property(lambda _: False))
+        monkeypatch.setattr(DeviceToHostCopy, "is_local", property(lambda _: False, lambda *_: None), raising=False)
         monkeypatch.setattr(DeviceToHostCopy, "is_ready", lambda _: self.come)
         monkeypatch.setattr(DeviceToHostCopy, "land", wait)
 
@@ -215,9 +215,9 @@ def test_late_values_depart_when_the_next_step_begins(slow: _Slow, monkeypatch: 
     sent: list[int] = []
     init = DeviceToHostCopy.__init__
 
-    def made(self: DeviceToHostCopy, tensors: Any) -> None:
-        init(self, tensors)
-        sent.append(len(self._host))
+    def made(self: DeviceToHostCopy, *given: Any) -> None:
+        init(self, *given)
+        sent.append(len(self.host))
 
     monkeypatch.setattr(DeviceToHostCopy, "__init__", made)
     for number in range(4):
@@ -282,7 +282,7 @@ def test_what_is_on_its_way_reaches_the_run_directory_without_detach(slow: _Slow
 
 def test_to_wait_for_a_device_that_is_behind_is_no_time_of_the_monitor(slow: _Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceToHostCopy, "wait", lambda _: time.sleep(0.3))
-    monkeypatch.setattr(DeviceToHostCopy, "land", lambda arrival: list(arrival._host))
+    monkeypatch.setattr(DeviceToHostCopy, "land", lambda arrival: list(arrival.host))
     loop = _Loop()
     for _ in range(4):
         loop.step()

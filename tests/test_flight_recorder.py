@@ -145,7 +145,9 @@ def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_26_kilobytes_for_20
 ) -> None:
     sent: list[int] = []
     begin = DeviceToHostCopy.__init__
-    monkeypatch.setattr(DeviceToHostCopy, "__init__", lambda self, tensors: (sent.append(len(tensors)), begin(self, tensors))[1])
+    monkeypatch.setattr(
+        DeviceToHostCopy, "__init__", lambda self, sends, *fixed: (sent.append(len(sends)), begin(self, sends, *fixed))[1]
+    )
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     monitor = watch_with(model, optimizer, every=1000, spike_capture=gradmon.SpikeCapture(before=8))

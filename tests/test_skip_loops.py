@@ -16,7 +16,7 @@ from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeErr
 from torch_gradmon.analysis.spike_report import explain
 from torch_gradmon.plugins.clipping import AdaGC, ZClip
 from torch_gradmon.spikes import Threshold
-from torch_gradmon.step.buffer import DeviceToHostCopy
+from torch_gradmon.step.buffer import PendingReadback
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")]
 #: Gradient norms of good steps are far below it, and of bad ones far above.
@@ -356,8 +356,8 @@ def test_what_the_detectors_learn_does_not_depend_on_the_cadence() -> None:
 
 
 def test_a_decision_is_one_copy_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrivals: list[DeviceToHostCopy] = []
-    monkeypatch.setattr(DeviceToHostCopy, "land", lambda self, land=DeviceToHostCopy.land: arrivals.append(self) or land(self))
+    arrivals: list[PendingReadback] = []
+    monkeypatch.setattr(PendingReadback, "land", lambda self, land=PendingReadback.land: arrivals.append(self) or land(self))
     counts = []
     for skip in (None, "skip"):
         model = _model()

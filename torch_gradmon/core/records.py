@@ -490,11 +490,6 @@ class StatsTable:
         """Each column's sum over all tensors; that of an extreme has no meaning."""
         return self.rows.sum(0).tolist()
 
-    @cached_property
-    def largest(self) -> list[float]:
-        """The largest value in each column, NaN where there is a NaN; there must be a tensor."""
-        return self.rows.amax(0).tolist()
-
 
 @dataclass(frozen=True)
 class StepRecord:

@@ -593,7 +593,8 @@ class RecordPipeline:
         self.absent: dict[tuple[str, str], str] = {}
         self.observers: list[Callable[[StepRecord, bool], object]] = []
         self._signals: Mapping[str, float] = {}  # the whole-model values of the last record
-        self._late: StepBuffer | None = None  # merges what is logged for the last step
+        self._of_last: StepBuffer | None = None  # what was measured and logged in the last step
+        self._late: StepBuffer | None = None  # merges with that what is logged for it, once anything is
         self._added: Mapping[Key, float] = {}  # the values of this buffer that the last record has
         self._is_finished = True
 
@@ -652,12 +653,13 @@ class RecordPipeline:
         ``open_to_late_values``: values may still be added to the step that ended last.
         """
         while self.waiting:
-            if not only_oldest:
+            if not (only_oldest or self.waiting[0].readback.arrival.is_local):
                 self.waiting[0].readback.arrival.wait()  # interrupted here, the step is still there
             pending = self.waiting.popleft()
             record, signals = self.factory.make(pending)
             try:
-                self._late, self.absent, self._added = pending.readback.buffer.part(), pending.readback.buffer.absent, {}
+                self._of_last, self._late, self._added = pending.readback.buffer, None, {}
+                self.absent = self._of_last.absent
                 self.detectors.begin(record, self.absent)
                 record, events = self.detectors.detect(record, signals, self.absent)
                 self._is_finished = False
@@ -712,18 +714,24 @@ class RecordPipeline:
         pending = self._newest
         return self.absent if pending is None else pending.readback.buffer.absent
 
+    def _merging(self) -> StepBuffer | None:
+        """What late values of the last record are merged in."""
+        if self._late is None and self._of_last is not None:
+            self._late = self._of_last.part()
+        return None if self.last is None else self._late
+
     def add(self, late: StepBuffer) -> None:
         if (recorded := self._recorded) is not None:
             recorded.absorb(late)
         elif (pending := self._newest) is not None:
             pending.add(late)
-        elif self.last is not None and self._late is not None:
-            self._late.absorb(late)
-            self._amend(self._late.flush()[1])
+        elif (merged := self._merging()) is not None:
+            merged.absorb(late)
+            self._amend(merged.flush()[1])
 
     def add_numbers(self, numbers: Mapping[Key, float]) -> bool:
         """Add plain numbers to a record that is here, where no value is merged with them; returns whether that is so."""
-        if self.last is None or self._late is None or not self._late.take_numbers(numbers, self._added):
+        if (merged := self._merging()) is None or not merged.take_numbers(numbers, self._added):
             return False
         self._amend({**self._added, **numbers})
         return True

@@ -10,8 +10,8 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from itertools import accumulate, chain, count, islice, repeat
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, compress, count, islice, repeat
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -43,20 +43,14 @@ _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 
 #: Where rows are, by name: a block of rows, and the row in it.
 Rows = dict[str, tuple[Tensor, int]]
-_BLOCK, _ROW, _THIRD, _ROWS = itemgetter(0), itemgetter(1), itemgetter(2), attrgetter("rows")
+_BLOCK, _THIRD, _PARTS_OF = itemgetter(0), itemgetter(2), attrgetter("parts")
 
 
 def _rows_at(places: Collection[tuple[Tensor, int]], blocks: Mapping[int, Tensor]) -> Tensor:
     """The rows at these places in a table; ``blocks``: what to read, by the id of the tensor in a place."""
-    owners, rows = [*map(id, map(_BLOCK, places))], [*map(_ROW, places)]
-    used = dict.fromkeys(owners)
-    if len(used) > 1:
-        starts = dict(zip(used, accumulate(len(blocks[owner]) for owner in used), strict=True))
-        rows = [starts[owner] - len(blocks[owner]) + row for owner, row in zip(owners, rows, strict=True)]
-    together = torch.cat([blocks[owner] for owner in used]) if len(used) > 1 else blocks[owners[0]]
-    if rows == [*range(rows[0], rows[0] + len(rows))]:  # as nearly always
-        return together if len(rows) == len(together) else together[rows[0] : rows[0] + len(rows)]
-    return together[rows]
+    used = {id(block): blocks[id(block)] for block, _ in places}
+    starts = dict(zip(used, accumulate(map(len, used.values()), initial=0), strict=False))
+    return torch.cat([*used.values()])[[starts[id(block)] + row for block, row in places]]
 
 
 def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
@@ -70,11 +64,13 @@ def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
         rows = rows[[before.row_of[name] for name in after.names]]
     elif before.sums[Column.SQUARE_SUM] != after.sums[Column.SQUARE_SUM]:
         return after  # as in most steps that clip; both sums are needed anyway
-    there, here = rows, after.rows
-    if before.columns != after.columns:
-        columns = sorted(after.columns)
-        there, here = rows[:, columns], after.rows[:, columns]
-    return StatsTable(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP) if there.equal(here) else after
+    columns = sorted(after.columns)
+    if not rows.equal(after.rows) and not rows[:, columns].equal(after.rows[:, columns]):
+        return after
+    found = StatsTable(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP)
+    if rows is before.rows:
+        vars(found)["sums"] = before.sums  # a property that is computed once
+    return found
 
 
 # --- Values of one key: what a micro-batch contributes, how contributions merge, and the final number ---
@@ -226,24 +222,21 @@ _SEVERAL = "ranks merge one value for each key, and its aggregation function ret
 class DeviceToHostCopy:
     """An asynchronous copy of tensors as float64, one per device, to pinned memory behind the device's work: :meth:`land` waits."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._host: list[Tensor] = []  # those of other devices are replaced when they land
+    def __init__(self, tensors: Sequence[Tensor], fixed: int = 0) -> None:  # so many of the first ones change no more
+        self.host: list[Tensor] = []  # those of other devices are replaced when they land
         by_device: dict[torch.device, list[int]] = {}
         for position, tensor in enumerate(tensors):
             if tensor.is_cpu:  # without packing it
-                tensor = tensor.to(torch.float64, copy=True)
+                tensor = tensor.to(torch.float64, copy=position >= fixed)
             else:
                 by_device.setdefault(tensor.device, []).append(position)
-            self._host.append(tensor)
+            self.host.append(tensor)
+        self.is_local = not by_device
         # of each device the places of its tensors, these, and the event to wait for; None: they are still on the device
         self._groups: list[tuple[list[int], Tensor, Any]] = []
         for device, positions in by_device.items():
             packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions])
             self._groups.append((positions, *copied_to_host(packed)))
-
-    @property
-    def is_local(self) -> bool:
-        return not self._groups
 
     def is_ready(self) -> bool:
         """Whether :meth:`land` would not wait. Does not synchronise."""
@@ -258,11 +251,11 @@ class DeviceToHostCopy:
         """The tensors on the host, in order. Waits for the copies, but not for work queued after them."""
         self.wait()
         for positions, packed, _ in self._groups:
-            pieces = torch.split(packed.to("cpu", torch.float64), [self._host[p].numel() for p in positions])
+            pieces = torch.split(packed.to("cpu", torch.float64), [self.host[p].numel() for p in positions])
             for position, piece in zip(positions, pieces, strict=True):
-                self._host[position] = piece.reshape(self._host[position].shape)
+                self.host[position] = piece.reshape(self.host[position].shape)
         self._groups = []
-        return self._host
+        return self.host
 
 
 # --- The rows of a batch with the largest losses ---
@@ -342,10 +335,19 @@ class _Source:
     """The rows of the tensors of one source, by name."""
 
     columns: frozenset[Column]  # that all rows have
-    rows: Rows = field(default_factory=dict)  # what was put
-    last: tuple[Sequence[str], Tensor | None] = (), None  # what of it was put last
+    whole: tuple[Sequence[str], Tensor] | None = None  # what was put, where it came at once and nobody has asked for single rows
+    places: Rows = field(default_factory=dict)  # what was put otherwise
+    last: Tensor | None = None  # of these, the rows that were put last
     parts: dict[str, list[Tensor]] = field(default_factory=dict)  # what merges
     exchanged: set[str] = field(default_factory=set)  # whose rows are merged over ranks
+
+    @property
+    def rows(self) -> Rows:
+        """What was put."""
+        if self.whole is not None:
+            (names, rows), self.whole = self.whole, None
+            self.places = dict(zip(names, zip(repeat(rows), count()), strict=False))
+        return self.places
 
 
 class StepBuffer:
@@ -357,9 +359,6 @@ class StepBuffer:
     def __init__(self, step: int, complaints: WarningLog) -> None:
         self.step, self._complaints = step, complaints
         self._dropped: set[tuple[str, str | None]] | None = None  # replaces nothing that was set aside; None where nothing was
-        self._begin()
-
-    def _begin(self) -> None:
         self._sources: dict[str, _Source] = {}
         self._values: dict[Key, PendingValue] = {}
         self._has_stand_ins = False  # values of a trainer that the script has not logged
@@ -388,16 +387,19 @@ class StepBuffer:
         return found
 
     def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
-        """Store statistics ``[len(names), 8]``, replacing those of the same names."""
+        """Store statistics ``[len(names), 8]`` of different names, replacing those of the same ones."""
         if not rows.is_cpu:
             self._note_stream(rows.device)
         if len(names) != len(rows):
             raise ValueError(f"{len(rows)} rows of {source} for {len(names)} names")
-        if (of := self._sources.get(source)) is None:
-            of = self._sources[source] = _Source(columns)
-        of.columns = of.columns if of.columns is columns else of.columns & columns
-        of.last = names, rows
-        of.rows.update(zip(names, zip(repeat(rows), count()), strict=False))
+        of = self._sources.setdefault(source, _Source(columns))
+        if of.columns is not columns:
+            of.columns &= columns
+        of.last = rows
+        if of.whole is None and not of.places:
+            of.whole = names, rows
+        else:
+            of.rows.update(zip(names, zip(repeat(rows), count()), strict=False))
 
     def repeat_rows(self, source: str, names: Iterable[str], of: str, columns: frozenset[Column]) -> None:
         """Rows of ``source`` are those of the same names of the source ``of``, which must exist."""
@@ -406,7 +408,7 @@ class StepBuffer:
 
     def last_put(self, source: str) -> Tensor | None:
         """The rows that were put last, which show whether others have come since."""
-        return self._sources[source].last[1] if source in self._sources else None
+        return self._sources[source].last if source in self._sources else None
 
     def names_of(self, source: str) -> set[str]:
         return set(self._sources[source].rows) if source in self._sources else set()
@@ -446,9 +448,10 @@ class StepBuffer:
         """Store rows merged over all ranks; those without elements on any rank are dropped on the host."""
         of = self._source(source, columns)
         if of.rows.keys() <= set(names):
-            of.rows = {}  # in this order on each rank, whatever it has had itself: sums are then the same
+            of.places = {}  # in this order on each rank, whatever it has had itself: sums are then the same
         self.put_rows(source, names, rows, columns)
-        of.parts = {name: parts for name, parts in of.parts.items() if name not in of.rows}
+        if of.parts:
+            of.parts = {name: parts for name, parts in of.parts.items() if name not in of.rows}
         of.exchanged.update(names)
 
     def merged_rows_of_calls(self) -> dict[tuple[str, str], Tensor]:
@@ -494,7 +497,7 @@ class StepBuffer:
         """Merge a logged value; returns whether it was taken. A value of a trainer ``stands_in`` for one that the script may log:
         whichever comes first, the script's value replaces it.
         """
-        if not self._takes(key, stands_in):
+        if (stands_in or self._has_stand_ins) and not self._takes(key, stands_in):
             return False
         part = part_of(as_tensor(value, key), aggregation)
         self._merge(key, PendingValue(aggregation, [part], stands_in=stands_in))
@@ -509,9 +512,7 @@ class StepBuffer:
         return True
 
     def _takes(self, key: Key, stands_in: bool) -> bool:
-        self._has_stand_ins |= stands_in
-        if not self._has_stand_ins:
-            return True
+        self._has_stand_ins = True
         is_loss = is_whole_loss(key)
         alike = []
         for known, value in self._values.items():
@@ -596,15 +597,18 @@ class StepBuffer:
             self.withhold(key, reason)
 
     def clear(self, source: str, names: Iterable[str] | None = None) -> None:
+        if source not in self._sources and self._dropped is None and not (self._values or self._finals):
+            return
         gone = None if names is None else frozenset(names)
         if self._dropped is not None:
             self._dropped.update([(source, None)] if gone is None else ((source, name) for name in gone))
         if (of := self._sources.get(source)) is not None:
-            if gone is not None:
-                of.rows = {name: place for name, place in of.rows.items() if name not in gone}
-                of.parts = {name: parts for name, parts in of.parts.items() if name not in gone}
-            else:  # the columns that its rows have in common stay
-                of.rows, of.parts, of.last, of.exchanged = {}, {}, ((), None), set()
+            if gone is None:
+                self._sources[source] = _Source(of.columns)  # those that its rows have in common stay
+            else:
+                are_all = of.whole is not None and gone.issuperset(of.whole[0])
+                of.places = {} if are_all else {name: place for name, place in of.rows.items() if name not in gone}
+                of.whole, of.parts = None, {name: parts for name, parts in of.parts.items() if name not in gone}
         for key in [*self._values, *self._finals]:
             if key.source == source and (gone is None or key.name in gone):
                 self._values.pop(key, None)
@@ -623,8 +627,9 @@ class StepBuffer:
         """Merge the values of :meth:`merge_rows` and :meth:`merge_value` in ``other``, unless the value here is that of all ranks; what was
         put there replaces what is here.
         """
-        other.join_streams()
-        self._streams.update(other._streams)
+        if other._streams:
+            other.join_streams()
+            self._streams.update(other._streams)
         for source, of in other._sources.items():
             for name, parts in of.parts.items():
                 for row in parts:
@@ -633,7 +638,8 @@ class StepBuffer:
                 self._source(source, of.columns).rows.update(of.rows)
         for key, value in other._values.items():
             is_of_all = key in self._values and self._values[key].of_all
-            if not is_of_all and (key.source or self._takes(key, value.stands_in)):
+            may_stand_in = value.stands_in or self._has_stand_ins
+            if not is_of_all and (key.source or not may_stand_in or self._takes(key, value.stands_in)):
                 self._merge(key, value)
         self._finals.update(other._finals)
         self.absent.update(other.absent)
@@ -645,22 +651,17 @@ class StepBuffer:
             self.join_streams()
         found = StepBuffer(self.step, self._complaints)
         found._streams, found._has_stand_ins = dict(self._streams), self._has_stand_ins
-        for key, value in self._values.items():
-            if not key.source:
-                found._values[key] = known = copy(value)
-                known.parts = [*value.parts]
+        found._values = {key: replace(value, parts=[*value.parts]) for key, value in self._values.items() if not key.source}
         for source, of in self._sources.items():
             if source in sources:
-                found._source(source, of.columns).rows = dict(of.rows)
-        for source, reason in self.refused.items():
-            if source in sources:
-                found.refused[source] = reason
+                found._sources[source] = _Source(of.columns, of.whole, dict(of.places))
+        found.refused = {source: reason for source, reason in self.refused.items() if source in sources}
         return found
 
     def set_aside(self) -> StepBuffer:
         """A new buffer with all that was measured so far. This one begins anew."""
         earlier = copy(self)
-        self._begin()
+        self.__dict__ = vars(StepBuffer(self.step, self._complaints))
         earlier.are_rows_over, self._dropped = False, set()
         return earlier
 
@@ -751,8 +752,9 @@ class StepBuffer:
 
     def _blocks(self) -> dict[int, Tensor]:
         """The tensors that rows and final values are in by id, each once."""
-        places = map(dict.values, (*map(_ROWS, self._sources.values()), self._finals))
-        blocks = [*map(_BLOCK, chain.from_iterable(places))]
+        blocks = [*map(_BLOCK, self._finals.values())]
+        for of in self._sources.values():
+            blocks += map(_BLOCK, of.places.values()) if of.whole is None else (of.whole[1],)
         return dict(zip(map(id, blocks), blocks, strict=True))
 
     def start_readback(self) -> PendingReadback:
@@ -770,26 +772,26 @@ class PendingReadback:
         self.buffer = buffer
         self.extras: dict[str, Tensor] = {}  # what plugins have sent along, once the copy has landed: float64
         self.rows: list[tuple[Identities, int, Tensor]] = []  # logged ones, likewise
-        self._parts = buffer._parts()  # merged on the host, which is cheaper than one launch for each
-        reduced = self._reduced(buffer)
-        self._keys, self._blocks = [*reduced], buffer._blocks()
+        # merged on the host, which is cheaper than one launch for each
+        self._parts = buffer._parts() if any(map(_PARTS_OF, buffer._sources.values())) else []
         self._flags: dict[Key, Tensor] = {}
-        for key, value in buffer._values.items():
-            if value.there is not None:
-                self._flags[key] = value.there
+        reduced = self._reduced() if buffer._values else {}
+        self._keys, self._blocks = [*reduced], buffer._blocks() if buffer._sources or buffer._finals else {}
         facts = []
         for fact in buffer.noted.values():
             if isinstance(fact, Tensor):
                 facts.append(fact)
         parts, losses = chain.from_iterable(map(_THIRD, self._parts)), map(_THIRD, buffer.rows)
         scalars = chain(reduced.values(), facts, self._flags.values())
-        self.arrival = DeviceToHostCopy([*self._blocks.values(), *parts, *scalars, *buffer.extras.values(), *losses])
+        sent = [*self._blocks.values(), *parts, *scalars, *buffer.extras.values(), *losses]
+        self.arrival = DeviceToHostCopy(sent, len(self._blocks))  # whoever measures makes new rows
 
-    @staticmethod
-    def _reduced(buffer: StepBuffer) -> dict[Key, Tensor]:
+    def _reduced(self) -> dict[Key, Tensor]:
         """Final scalars; several for a key whose aggregation returned a dict."""
-        reduced: dict[Key, Tensor] = {}
+        buffer, reduced = self.buffer, dict[Key, Tensor]()
         for key, pending in buffer._values.items():
+            if pending.there is not None:
+                self._flags[key] = pending.there
             try:
                 reduced.update(finished(key, pending))
             except Exception as error:
@@ -802,9 +804,9 @@ class PendingReadback:
 
     def land(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
         """Tables by source, custom values and facts, on the host. Waits for the copy, once per device."""
-        buffer, host = self.buffer, iter(self.arrival.land())
+        buffer, host = self.buffer, iter(self.arrival.host if self.arrival.is_local else self.arrival.land())
         blocks = dict(zip(self._blocks, host, strict=False))
-        tables = self._tables(blocks, host)
+        tables = self._tables(blocks, host) if buffer._sources else {}
         values = dict(zip(self._keys, map(float, host), strict=False))
         facts: dict[str, float] = {}
         for name, fact in buffer.noted.items():
@@ -821,6 +823,7 @@ class PendingReadback:
         self.extras = dict(zip(buffer.extras, host, strict=False))
         for ids, length, _ in buffer.rows:
             self.rows.append((ids, length, next(host)))
+        buffer.rows = []  # the buffer may stay, and the loop's own tensors may name these
         return tables, values, facts
 
     def _tables(self, blocks: dict[int, Tensor], host: Iterator[Tensor]) -> dict[str, StatsTable]:
@@ -830,12 +833,10 @@ class PendingReadback:
         sources = self.buffer._sources
         found: dict[str, Rows] = {}
         for source, of in sources.items():
-            if of.rows:
+            if of.whole is not None and not of.parts:
+                found[source] = {}  # no row has to be looked up
+            elif of.rows:
                 found[source] = of.rows.copy()
-            for name in of.exchanged & of.rows.keys():
-                block, row = of.rows[name]
-                if not blocks[id(block)][row, Column.COUNT] > 0:  # no rank had any
-                    del found[source][name]
         if self._parts:
             owners = [number for number, (*_, parts) in enumerate(self._parts) for _ in parts]
             rows = torch.stack([*islice(host, len(owners))])
@@ -845,10 +846,18 @@ class PendingReadback:
                 found.setdefault(source, {})[name] = rows, row
         tables: dict[str, StatsTable] = {}
         for source, places in found.items():
-            if places:
-                names, (known, _) = tuple(places), sources[source].last
-                table = _rows_at(places.values(), blocks)
-                tables[source] = StatsTable(known if known == names else names, table, sources[source].columns)
-        if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
-            tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
+            of = sources[source]
+            if of.whole is not None:
+                names, rows = tuple(of.whole[0]), blocks[id(of.whole[1])]
+            else:
+                names, rows = tuple(places), _rows_at(places.values(), blocks)
+            if of.exchanged and not bool((rows[:, Column.COUNT] > 0).all()):  # no rank had any of some
+                counts = rows[:, Column.COUNT].tolist()
+                some = [count > 0 or name not in of.exchanged for name, count in zip(names, counts, strict=True)]
+                names, rows = tuple(compress(names, some)), rows[some]
+            if names:
+                tables[source] = StatsTable(names, rows, of.columns)
+        after, before = tables.get(GRADIENT), tables.get(GRADIENT_BEFORE_CLIP)
+        if after is not None and before is not None and after.columns >= _WITNESSES:
+            tables[GRADIENT] = _shared(after, before)
         return tables

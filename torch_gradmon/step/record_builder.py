@@ -29,6 +29,7 @@ _UNDEFINED = {
     (n.ACTIVATION, "spectral_alignment"): "the weight is zero",
 }
 _CLASS_OF_HISTOGRAM = f"{HISTOGRAM_NAME}."
+_ATTENTION = frozenset(n.ATTENTION_SOURCES.values())
 
 
 def _defined(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) -> dict[Key, float]:
@@ -285,30 +286,35 @@ class PendingStep:
         buffer = self.readback.buffer
         tables, custom, noted = self.readback.land()
         base, batches = tables.pop(n.UPDATE_BASE, None), tables.pop(n.BATCH_GRADIENT, None)
-        gone = self._drop_others(summary, tables, noted)
-        found_inf = bool(noted.pop("found_inf", 0))
-        facts = self._facts(tables, noted, found_inf)
-        if found_inf:  # updates of zero were measured by a fused optimizer
-            tables.pop(n.UPDATE, None)
+        if refusals := int(noted.pop("unseen_refusals", 0)):
+            summary.count_rejected(refusals)
+        gone: set[str] = set()
+        were_set = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))
+        if summary.sets_others(tables, noted.get("rounding", 0.0), *were_set):
+            gone.add(n.GRADIENT_BEFORE_CLIP)
+            buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
+        if found_inf := bool(noted.pop("found_inf", 0)):  # updates of zero were measured by a fused optimizer
             gone.add(n.UPDATE)
+        if gone:
+            tables = {source: table for source, table in tables.items() if source not in gone}
+            custom = {key: value for key, value in custom.items() if key.source not in gone}
+        facts = self._facts(tables, noted, found_inf)
         if not facts.applied:
             buffer.absent[n.UPDATE, ""] = buffer.absent[n.OPTIMIZER, ""] = not_applied(facts.context)
+        custom = _defined(custom, buffer.absent) if custom else custom
         if self.cost is not None and "overhead_fraction" in summary.choice.keys:
             custom[summary_key("overhead_fraction")] = self.cost
         custom.update(self.active.values)
-        if gone:
-            custom = {key: value for key, value in custom.items() if key.source not in gone}
-        custom = _defined(custom, buffer.absent)
-        attention, heads = head_values(tables, buffer.unshown)
+        attention, heads = ({}, frozenset[Key]()) if _ATTENTION.isdisjoint(tables) else head_values(tables, buffer.unshown)
         blocks = [] if self.modules is None else self.modules(tables)
         if attention:
             blocks = [*blocks, *in_blocks(attention)]
-        # a sum over a part of the model must not be taken for one over the whole
-        whole = tables.copy()
-        for source in facts.refused:
-            whole.pop(source, None)
-        for source in tables.keys() & self.active.plans.keys() - whole.keys():
-            tables[source] = replace(tables[source], is_part=True)
+        whole = tables
+        if not facts.refused.keys().isdisjoint(tables):
+            # a sum over a part of the model must not be taken for one over the whole
+            whole = {source: table for source, table in tables.items() if source not in facts.refused}
+            for source in tables.keys() & self.active.plans.keys() - whole.keys():
+                tables[source] = replace(tables[source], is_part=True)
         norms = {} if batches is None else norms_by_rank(batches)
         reasons: dict[str, str] = {}
         summarised = summary.compute(facts, whole, base, reasons, norms)
@@ -333,17 +339,6 @@ class PendingStep:
         of_step = facts.step, time.time(), facts.applied
         return StepRecord(*of_step, values, tables, context, (), hidden, buffer.rng, self.readback.extras), summarised
 
-    def _drop_others(self, summary: Summary, tables: dict[str, StatsTable], noted: dict[str, float]) -> set[str]:
-        """Drop the gradients before clipping if the optimizer used others; returns the sources that are gone."""
-        if refusals := int(noted.pop("unseen_refusals", 0)):
-            summary.count_rejected(refusals)
-        is_assigned, is_dropped = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))
-        if not summary.sets_others(tables, noted.get("rounding", 0.0), is_assigned, is_dropped):
-            return set()
-        tables.pop(n.GRADIENT_BEFORE_CLIP, None)
-        self.readback.buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
-        return {n.GRADIENT_BEFORE_CLIP}
-
     def _facts(self, tables: Mapping[str, StatsTable], noted: dict[str, float], found_inf: bool) -> StepFacts:
         buffer, active, inventory = self.readback.buffer, self.active, self.inventory
         # what of the whole model was not measured in this step, although a whole-model value of it was requested since
@@ -354,30 +349,32 @@ class PendingStep:
         for (source, name), why in buffer.absent.items():
             if not name:
                 refused[source] = why
-        nonfinite = False
+        refused.update(buffer.refused)
+        edited, rounding, rounds = bool(noted.pop("edited", 0)), noted.pop("rounding", 0.0), bool(noted.pop("rounds", 0))
+        trainable, context = inventory.trainable.names, self._context(noted)
+        if buffer.frozen or inventory.trainable.doubtful:
+            trainable = inventory.trainable.trained(buffer.thawed) - buffer.frozen
+        nonfinite = found_inf or (active.is_overflowed and "interrupted" not in context and inventory.source.searches_scale())
         for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT):
             if source in tables and tables[source].sums[Column.NONFINITE] > 0:
                 nonfinite = True
         return StepFacts(
             buffer.step,
             applied=not (active.is_overflowed or found_inf or active.is_skipped),
-            edited=bool(noted.pop("edited", 0)),
+            edited=edited,
             used=buffer.used,
-            trainable=inventory.trainable.trained(buffer.thawed) - buffer.frozen,
+            trainable=trainable,
             matrices=inventory.matrices.keys(),
-            refused={**refused, **buffer.refused},
-            rounding=noted.pop("rounding", 0.0),
-            rounds=bool(noted.pop("rounds", 0)),
-            context=self._context(noted),
+            refused=refused,
+            context=context,
             ranks=self.ranks,
-            refusal=found_inf or (active.is_overflowed and not active.is_interrupted and inventory.source.searches_scale()),
-            is_interrupted=active.is_interrupted,
             nonfinite=nonfinite,
             attached=self.attached,
+            rounding=rounding,
+            rounds=rounds,
         )
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
-        buffer, due = self.readback.buffer, self.active.due
         context: dict[str, Any] = {} if self.cost is None else {"overhead_fraction": self.cost}
         rates: list[float] = []
         for name, value in noted.items():
@@ -390,9 +387,10 @@ class PendingStep:
         context.update(self.active.annotations)
         if self.tags:
             context["tags"] = self.tags
-        if due and n.has_attention(self.inventory.kinds):
-            attention = {metric.source for metric in due}.intersection(n.ATTENTION_SOURCES.values())
-            if why := next(filter(None, (buffer.absent.get((source, "")) for source in attention)), None):
+        if self.active.due and n.has_attention(self.inventory.kinds):
+            absent = self.readback.buffer.absent
+            attention = {metric.source for metric in self.active.due}.intersection(_ATTENTION)
+            if why := next(filter(None, (absent.get((source, "")) for source in attention)), None):
                 context[n.NO_ATTENTION] = why
         if self.readback.rows:
             context["rows"] = merged_losses(self.readback.rows)

@@ -154,23 +154,20 @@ _VIEWS_OF_GRADIENTS = {**DISTRIBUTION, "grad_max": "max"}
 
 def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[str, float]:
     """The values by name, without undefined ones; ``wanted``: names in :data:`DISTRIBUTION` to compute as well."""
-    values = {"grad_norm": norm_of(before), "grad_nonfinite_count": before.sums[Column.NONFINITE]}
+    norm, (least, most) = math.sqrt(before.sums[Column.SQUARE_SUM]), map(Tensor.tolist, before.rows.aminmax(dim=0))
+    values = {"grad_norm": norm, "grad_nonfinite_count": before.sums[Column.NONFINITE]}
     if VIEWS["max"].columns <= before.columns:
-        largest = max(before.largest[Column.MAX], -before.rows[:, Column.MIN].amin().item())
+        largest = max(most[Column.MAX], -least[Column.MIN])
         if largest >= 0:  # else it is that of no element
             values["grad_max"] = abs(largest)  # 0 for -0
-    if 0 < values["grad_norm"] < float("inf"):
-        values["grad_top_fraction"] = before.largest[Column.SQUARE_SUM] / values["grad_norm"] ** 2
+    if 0 < norm < float("inf"):
+        values["grad_top_fraction"] = most[Column.SQUARE_SUM] / norm**2
     if not DISTRIBUTION.keys().isdisjoint(wanted):
         row = merge_by_group(before.rows, [0] * len(before.names), 1)  # rows are additive, so this is that of all elements
         for name, view in ((name, VIEWS[view]) for name, view in DISTRIBUTION.items() if name in wanted):
             if view.columns <= before.columns and bool(view.defined(row).all()):
                 values[name] = view.compute(row).item()
     return values
-
-
-def norm_of(table: StatsTable) -> float:
-    return math.sqrt(table.sums[Column.SQUARE_SUM])
 
 
 # --- The gradients of single micro-batches: which one stands out, and how noisy they are ---
@@ -310,15 +307,13 @@ class StepFacts(NamedTuple):
     step: int
     applied: bool
     edited: bool  # the gradients were written to between backward and the optimizer; if not, their values can show it
-    used: Set[str]  # names of the parameters whose gradients an optimizer has used, or would have if they had existed
-    trainable: Set[str]
+    used: set[str]  # names of the parameters whose gradients an optimizer has used, or would have if they had existed
+    trainable: set[str]
     matrices: Set[str]  # names of the parameters of two or more dimensions
     refused: Mapping[str, str]  # a reason by source if some of its tensors could not be measured
     context: Mapping[str, Any]  # learning rates and the like, for the record
     ranks: int
-    refusal: bool  # a GradScaler did not let the optimizer apply it
-    is_interrupted: bool  # the loop left it by an error before it was applied
-    nonfinite: bool  # a gradient holds NaN or Inf, before clipping or as the optimizer uses it
+    nonfinite: bool  # a gradient holds NaN or Inf, before clipping or as the optimizer uses it, or a GradScaler says so
     attached: bool  # hooks on optimizers took part
     rounding: float  # relative rounding of the gradients that the optimizer uses, if larger than in float32
     rounds: bool  # they were rounded once more in between, as a GradScaler does when it unscales them
@@ -416,8 +411,8 @@ _TENTHS = torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")
 
 def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], absent: dict[str, str]) -> dict[str, float]:
     """The values of updates by name; ``base`` has the updated parameters before the update, ``absent`` gets reasons for missing values."""
-    values = {"update_norm": norm_of(update)}
-    if (norm := norm_of(base)) > 0:
+    values = {"update_norm": math.sqrt(update.sums[Column.SQUARE_SUM])}
+    if (norm := math.sqrt(base.sums[Column.SQUARE_SUM])) > 0:
         values["update_ratio"] = values["update_norm"] / norm
     else:
         absent["update_ratio"] = f"the norm of the updated parameters was {norm} before the update"
@@ -434,8 +429,8 @@ def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], abse
     return values
 
 
-def rows_of(table: StatsTable, names: Set[str]) -> StatsTable:
-    if names >= set(table.names):
+def rows_of(table: StatsTable, names: set[str]) -> StatsTable:
+    if names.issuperset(table.names):
         return table
     kept = [row for row, name in enumerate(table.names) if name in names]
     return StatsTable(tuple(table.names[row] for row in kept), table.rows[kept], table.columns)
@@ -446,7 +441,10 @@ def differ(before: StatsTable, after: StatsTable, rounding: float = 0.0) -> bool
     much, and that of the sums.
     """
     slack = 1e-6 + 2.5 * rounding
-    then, now = before.rows[[before.row_of[name] for name in after.names]], after.rows
+    then = before.rows if before.names == after.names else before.rows[[before.row_of[name] for name in after.names]]
+    now = after.rows
+    if then.equal(now):  # as in most loops that do not clip
+        return False
     for column in (before.columns & after.columns) - {Column.NEAR_ZERO}:
         # a sum may cancel; by Cauchy-Schwarz this bounds the sum of its terms
         scale = (then[:, Column.COUNT] * then[:, Column.SQUARE_SUM]).sqrt() if column is Column.SUM else then[:, column].abs()
@@ -487,35 +485,30 @@ class ClipWindow:
     """
 
     def __init__(self) -> None:
-        self._steps: deque[_Step] = deque(maxlen=WINDOW)
+        self.load([])
 
     def add(self, edited: bool, before: float, after: float, rounding: float = 0.0) -> None:
         """Add a step; ``edited``: its gradients were written to between these norms, with this relative ``rounding``."""
         factor = after / before if 0 < before < float("inf") else 1.0
         rounds_nothing = abs(factor - 1) <= _SAME
         self._steps.append(_Step(edited, before, factor, _SAME if rounds_nothing else max(_SAME, rounding)))
-
-    def extend(self, other: ClipWindow) -> None:
-        self._steps.extend(other._steps)
+        self.has_edits = any(map(_EDITED, self._steps))
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    @property
-    def has_edits(self) -> bool:
-        return any(map(_EDITED, self._steps))
-
     def share(self) -> tuple[float | None, float | None]:
         """Share of clipped steps. None if gradients were only scaled; then also the largest factor."""
-        edited = list(filter(_EDITED, self._steps))
+        edited = sorted(filter(_EDITED, self._steps), key=_FACTOR)
+        if {*map(_FACTOR, edited)} <= {1.0}:
+            return 0.0, None  # as of a clip that never acts
         factors = _scalings(edited)
         limit = max(factors, default=1.0) * (1 - _SAME)
         clipped = 0
-        for step in edited:
-            if step.factor < limit:
-                for factor in factors:
-                    slack = _SAME if abs(factor - 1) <= _SAME else step.slack
-                    if abs(step.factor - factor) <= slack * factor:
+        for _, _, factor, slack in edited:
+            if factor < limit:
+                for known in factors:
+                    if abs(factor - known) <= (_SAME if abs(known - 1) <= _SAME else slack) * known:
                         break
                 else:
                     clipped += 1
@@ -528,21 +521,29 @@ class ClipWindow:
 
     def load(self, state: Iterable[Sequence[float]]) -> None:
         self._steps = deque((_Step(bool(edited), *map(float, rest)) for edited, *rest in state), maxlen=WINDOW)
+        self.has_edits = any(map(_EDITED, self._steps))
 
 
 def _scalings(steps: Sequence[_Step]) -> list[float]:
-    """Constant factors of gradients, whatever their norm, ascending. 1 is one of them if a clip does not always act."""
+    """Constant factors of gradients, whatever their norm, ascending, as ``steps`` are. 1 is one of them if a clip does not always act."""
     runs: list[list[_Step]] = []
-    for step in sorted(steps, key=_FACTOR):
-        if runs and step.factor - runs[-1][0].factor <= step.slack * step.factor:
+    start = math.nan  # of the last run
+    for step in steps:
+        _, _, factor, slack = step
+        if factor - start <= slack * factor:
             runs[-1].append(step)
         else:
+            start = factor
             runs.append([step])
     fewest = max(2, _OFTEN * len(steps))
     found = []
     for run in runs:
-        if len(run) >= fewest and (factor := _scaling(run)):
-            found.append(factor)
+        if len(run) >= fewest:
+            factor, slack, norms = run[len(run) // 2].factor, max(map(_SLACK, run)), [*map(_NORM, run)]
+            is_scaling = factor > 0 and (slack <= _SAME or _is_reciprocal(factor, slack))
+            # norms that are alike have one factor in a clip, too
+            if is_scaling and max(norms) > min(norms) * (1 + max(_DIFFERENT, _ROUNDINGS * slack)):
+                found.append(factor)
     if found:
         return found
     reduced = [step.factor for step in steps if step.factor < 1 - _SAME]
@@ -553,15 +554,6 @@ def _is_reciprocal(factor: float, slack: float = _EXACT) -> bool:
     """Of a whole number, as for a mean over micro-batches or ranks. One clipped step in 10,000 is by chance."""
     number = round(1 / factor) if factor > 0 else 0
     return 2 <= number <= _MOST and abs(factor * number - 1) <= slack
-
-
-def _scaling(run: Sequence[_Step]) -> float:
-    """The factor of steps with the same one; 0 if it may be that of a clip."""
-    factor, slack = run[len(run) // 2].factor, max(map(_SLACK, run))
-    if not factor > 0 or (slack > _SAME and not _is_reciprocal(factor, slack)):
-        return 0.0
-    norms, different = list(map(_NORM, run)), max(_DIFFERENT, _ROUNDINGS * slack)
-    return factor if max(norms) > min(norms) * (1 + different) else 0.0
 
 
 _CLIP_KEYS = ("grad_norm_after_clip", "clip_fraction")
@@ -595,8 +587,6 @@ def head_values(tables: dict[str, StatsTable], unshown: Set[tuple[str, str]]) ->
             if count:
                 values[Key(source, name, "")] = number
                 layers.setdefault((source, _HEAD.sub("", name)), []).append(number)
-    if not values:
-        return values, frozenset()
     for (source, layer), heads in layers.items():
         found = torch.tensor(heads, dtype=torch.float64, device="cpu")
         values[Key(source, layer, "min")] = found.min().item()
@@ -627,7 +617,7 @@ class Summary:
 
     def of_one_step(self) -> Summary:
         found = Summary(SummaryChoice(name for name in MINIMAL if name.startswith("grad_")))
-        found._clips.extend(self._clips)
+        found._clips.load(self._clips.state())
         return found
 
     def count_rejected(self, steps: int, interrupted: int = 0) -> None:
@@ -664,18 +654,19 @@ class Summary:
         """The values of one step by name, including those that are not shown. ``tables``: of all parameters or not at all; ``base``: the
         updated parameters before the update; ``absent`` gets reasons; ``batch_norms``: of micro-batches, by rank.
         """
-        values: dict[str, float] = {}
         self.not_applied += not facts.applied
-        self.interrupted += facts.is_interrupted
-        values["steps_not_applied"] = float(self.not_applied)
+        self.interrupted += "interrupted" in facts.context
+        values = {"steps_not_applied": float(self.not_applied)}
         before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
-        values |= self._gradients(before, after, facts, absent)
-        values |= self._clip_values(before, after, facts, absent)
-        self.nonfinite += facts.nonfinite or facts.refusal
+        used_all = before is None or facts.used.issuperset(before.names)
+        values |= self._gradients(before, after, facts, used_all, absent)
+        values |= self._clip_values(before, after, facts, used_all, absent)
+        self.nonfinite += facts.nonfinite
         if self._batches is not None:
             values |= self._batches.compute(batch_norms or {}, values.get("grad_norm"), facts.ranks, absent)
         if (table := tables.get(n.PARAMETER)) is not None:
-            values["param_norm"] = norm_of(rows_of(table, facts.trainable))
+            trained = table if facts.trainable.issuperset(table.names) else rows_of(table, facts.trainable)
+            values["param_norm"] = math.sqrt(trained.sums[Column.SQUARE_SUM])
         else:
             reason = "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()"
             absent["param_norm"] = facts.refused.get(n.PARAMETER, reason)
@@ -691,9 +682,9 @@ class Summary:
         return values
 
     def _gradients(
-        self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, absent: dict[str, str]
+        self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, used_all: bool, absent: dict[str, str]
     ) -> dict[str, float]:
-        if before is None or (after is not None and brings_others(before, after)):
+        if before is None or (after is not None and after.names != before.names and brings_others(before, after)):
             advice = SET_BY_HAND if facts.attached and after is not None else CLIP_SEEN
             if before is None and after is None and facts.used:
                 advice = "no parameter had a gradient when the optimizers stepped"
@@ -708,16 +699,17 @@ class Summary:
             absent.update(dict.fromkeys(("grad_max", "grad_sparsity"), "no gradient has a finite element"))
         if "grad_top_fraction" not in values:
             absent["grad_top_fraction"] = f"the gradient norm is {values['grad_norm']}"
-        if facts.applied and after is not None and facts.used >= set(before.names):
-            edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
-            # a removed gradient is not clipped
-            self._clips.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
+        if facts.applied and after is not None and used_all:
+            edited = facts.edited or (not after.same_as and differ(before, after, facts.rounding if facts.rounds else 0.0))
+            if before.names != after.names:
+                before = rows_of(before, set(after.names))  # a removed gradient is not clipped
+            norms = math.sqrt(before.sums[Column.SQUARE_SUM]), math.sqrt(after.sums[Column.SQUARE_SUM])
+            self._clips.add(edited, *norms, facts.rounding)
         return values
 
     def _clip_values(
-        self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, absent: MutableMapping[str, str]
+        self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, used_all: bool, absent: dict[str, str]
     ) -> dict[str, float]:
-        used_all = facts.used >= set(() if before is None else before.names)
         if after is None and facts.used and used_all:
             reason = facts.refused.get(n.GRADIENT, "all gradients were gone when the optimizers stepped")
         elif after is None and not len(self._clips):
@@ -730,17 +722,18 @@ class Summary:
             reason = _nothing_clipped(len(self._clips))
             if after is not None and facts.attached and facts.used >= facts.trainable and brings_others(before, after):
                 absent["clip_fraction"] = reason
-                return {"grad_norm_after_clip": norm_of(rows_of(after, facts.trainable))}
+                trained = rows_of(after, facts.trainable)
+                return {"grad_norm_after_clip": math.sqrt(trained.sums[Column.SQUARE_SUM])}
         elif after is None or not used_all:
-            reason = not_applied(facts.context) if facts.is_interrupted else "not every attached optimizer stepped"
+            reason = not_applied(facts.context) if "interrupted" in facts.context else "not every attached optimizer stepped"
         else:
-            share, factor = self._clips.share()
-            if share is not None:
-                return {"grad_norm_after_clip": norm_of(after), "clip_fraction": share}
-            absent["clip_fraction"] = (
-                f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
-            )
-            return {"grad_norm_after_clip": norm_of(after)}
+            values, (share, factor) = {"grad_norm_after_clip": math.sqrt(after.sums[Column.SQUARE_SUM])}, self._clips.share()
+            if share is None:
+                why = f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
+                absent["clip_fraction"] = why
+            else:
+                values["clip_fraction"] = share
+            return values
         absent.update(dict.fromkeys(_CLIP_KEYS, reason))
         return {}
 
