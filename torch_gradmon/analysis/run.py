@@ -257,13 +257,15 @@ class Run:
         chosen = files.TABLES if table is None else (table,)
         paths = [main, main.with_name(f"{main.stem}.steps{main.suffix}")][: len(chosen)]
         for each in paths:
-            files.check_path(each)
+            if each.suffix.lower() not in files.FORMATS:
+                raise ValueError(f"{str(each)!r} ends in none of {', '.join(files.FORMATS)}, by which the format is chosen")
+            if each.is_dir():
+                raise ValueError(f"{str(each)!r} is a directory; name a file in it")
         if sources is not None and table == "steps":
             raise ValueError("sources selects tensors, and the table of steps has none; leave it out")
-        steps = len(chosen) * len(between(self._reader.steps, first, last))
-        with single_threaded(), ProgressBar(steps, "export", "step", progress) as bar:
-            parts = [files.parts_of(self._reader, each, sources, first, last, bar.advance) for each in chosen]
-            files.write(dict(zip(paths, parts, strict=True)))
+        with ProgressBar(len(chosen) * len(between(self._reader.steps, first, last)), "export", "step", progress) as bar:
+            tables = [files.parts_of(self._reader, each, sources, first, last, bar.advance) for each in chosen]
+            files.write(dict(zip(paths, tables, strict=True)))
         return paths
 
     def to_arrow(
@@ -285,8 +287,7 @@ class Run:
             ImportError: pyarrow is missing.
         """
         parts = files.parts_of(self._reader, table, sources, first, last, lambda steps: None)
-        with single_threaded():
-            return files.arrow_table(parts, "to_arrow()", "pyarrow")
+        return files.arrow_table(parts, "to_arrow()", "pyarrow")
 
     def to_pandas(
         self,

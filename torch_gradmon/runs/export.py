@@ -22,7 +22,7 @@ from ..core.files import replacing
 from ..core.formatting import plain, strict
 from ..core.keys import NAME_SOURCES, Key, format_key
 from ..core.moments import VIEWS
-from .reader import COUNT, LAYER_SOURCES, RunReader, ValueMatrix, Window, between, empty_matrix, is_of_layer
+from .reader import COUNT, LAYER_SOURCES, RunReader, ValueMatrix, Window, between, empty_matrix, is_of_layer, single_threaded
 
 TABLES = ("tensors", "steps")
 #: Approximate number of cells in a part.
@@ -30,14 +30,14 @@ _CELLS = 1 << 20
 #: Columns by name, the same ones in each part of a table. Their dtypes say what they hold: integers, reals (masked where absent), booleans,
 #: times in UTC, or objects: JSON, None where absent. A column of words is a pair: their places among the words of the table, and these.
 Part = dict[str, np.ndarray | tuple[np.ndarray, Sequence[str]]]
-#: Is called with the number of steps that are done.
+#: Gets the number of steps that are done.
 Advance = Callable[[int], object]
 
 
 def parts_of(
     run: RunReader, table: str, sources: str | Sequence[str] | None, first: int | None, last: int | None, advance: Advance
 ) -> Iterator[Part]:
-    """One of the two tables, in one part or more. Raises ValueError if the table, the steps or a source do not exist."""
+    """One of the two tables. Raises ValueError if the table, the steps or a source do not exist."""
     check.one_of("table", table, TABLES)
     steps = between(run.steps, first, last)
     if not steps and run.steps:
@@ -61,7 +61,7 @@ def _tensors(run: RunReader, steps: Sequence[int], sources: Sequence[str], advan
         tensors += [(source, name) for name in run.in_model_order(source, measured)]
     names = {name: at for at, name in enumerate(dict.fromkeys(name for _, name in tensors))}
     words = np.array([(sources.index(source), names[name]) for source, name in tensors], np.int32).reshape(-1, 2)
-    # attention heads have one without a name
+    # attention heads have a metric without a name
     metrics = list(dict.fromkeys([*VIEWS, COUNT, *(key.metric or "value" for key in custom)]))
     columns = _free(metrics, ("step", "source", "name"))
     most = max(_CELLS // len(metrics), 1)  # rows of a part, those without a value as well
@@ -139,17 +139,9 @@ def _free(names: Iterable[str], taken: Sequence[str]) -> list[str]:
 # --- files ------------------------------------------------------------------------------------------------------------------------
 
 
-def check_path(path: Path) -> None:
-    """Check the path of an output file before anything is read. Raises ValueError."""
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"{str(path)!r} ends in none of {', '.join(FORMATS)}, by which the format is chosen")
-    if path.is_dir():
-        raise ValueError(f"{str(path)!r} is a directory; name a file in it")
-
-
 def write(tables: Mapping[Path, Iterator[Part]]) -> None:
     """Write each table into its file, part by part. Files get their names once all are complete; if it raises, none is left."""
-    with contextlib.ExitStack() as stack:
+    with single_threaded(), contextlib.ExitStack() as stack:
         for path, parts in tables.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             FORMATS[path.suffix.lower()](stack.enter_context(replacing(path)), parts)
@@ -213,7 +205,8 @@ def arrow_table(parts: Iterator[Part], what: str, *packages: str) -> Any:
             raise ImportError(f'{what} needs {package}: pip install "torch_gradmon[export]"')
     import pyarrow as pa
 
-    return pa.Table.from_batches(_batches(parts))
+    with single_threaded():
+        return pa.Table.from_batches(_batches(parts))
 
 
 def _batches(parts: Iterator[Part]) -> Iterator[Any]:
