@@ -13,9 +13,8 @@ from ..core.errors import display
 from ..core.formatting import ProgressBar, listed, printable
 from ..core.records import Chart, Engine, SpikeEvent, StepView, before_schedule
 from ..runs import export as files
-from ..runs.export import TABLES, chosen_steps, frame_of, table_of
 from ..runs.format import is_run
-from ..runs.reader import RunReader, single_threaded
+from ..runs.reader import RunReader, between, single_threaded
 from ..step.summary import top_shares
 from .spike_report import explain, suspects
 
@@ -255,18 +254,18 @@ class Run:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"path must be the path of a file, got {display(path)}")
         main = Path(path)
-        chosen = TABLES if table is None else (table,)
+        chosen = files.TABLES if table is None else (table,)
         paths = [main, main.with_name(f"{main.stem}.steps{main.suffix}")][: len(chosen)]
         for each in paths:
-            files.check_path(each)
+            if each.suffix.lower() not in files.FORMATS:
+                raise ValueError(f"{str(each)!r} ends in none of {', '.join(files.FORMATS)}, by which the format is chosen")
+            if each.is_dir():
+                raise ValueError(f"{str(each)!r} is a directory; name a file in it")
         if sources is not None and table == "steps":
             raise ValueError("sources selects tensors, and the table of steps has none; leave it out")
-        frames = [frame_of(self._reader, each, sources, first, last) for each in chosen]
-        with (
-            single_threaded(),
-            ProgressBar(len(chosen) * len(chosen_steps(self._reader, first, last)), "export", "step", progress) as bar,
-        ):
-            files.write(dict(zip(paths, frames, strict=True)), bar.advance)
+        with ProgressBar(len(chosen) * len(between(self._reader.steps, first, last)), "export", "step", progress) as bar:
+            tables = [files.parts_of(self._reader, each, sources, first, last, bar.advance) for each in chosen]
+            files.write(dict(zip(paths, tables, strict=True)))
         return paths
 
     def to_arrow(
@@ -287,7 +286,8 @@ class Run:
             ValueError, TypeError: an argument is wrong.
             ImportError: pyarrow is missing.
         """
-        return table_of(frame_of(self._reader, table, sources, first, last), "to_arrow()", "pyarrow")
+        parts = files.parts_of(self._reader, table, sources, first, last, lambda steps: None)
+        return files.arrow_table(parts, "to_arrow()", "pyarrow")
 
     def to_pandas(
         self,
@@ -309,9 +309,9 @@ class Run:
             ValueError, TypeError: an argument is wrong.
             ImportError: pyarrow or pandas is missing.
         """
-        found = table_of(frame_of(self._reader, table, sources, first, last), "to_pandas()", "pyarrow", "pandas")
+        parts = files.parts_of(self._reader, table, sources, first, last, lambda steps: None)
         with single_threaded():
-            return found.to_pandas()
+            return files.arrow_table(parts, "to_pandas()", "pyarrow", "pandas").to_pandas()
 
 
 def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
