@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..core import keys as n
@@ -328,7 +329,7 @@ class PendingStep:
             if key.source == n.SUMMARY:
                 first[key] = value
         values = StepValues(Block(tuple(first), tuple(first.values())), *blocks, Block(tuple(custom), tuple(custom.values())))
-        hidden = heads | _hidden(values, registry.hidden) if registry.hidden else heads
+        hidden = heads | _hidden(values, registry) if registry.hidden else heads
         context = {**facts.context, "batch_norms": norms} if norms else facts.context
         of_step = facts.step, time.time(), facts.applied
         return StepRecord(*of_step, values, tables, context, (), hidden, buffer.rng, self.readback.extras), summarised
@@ -399,14 +400,16 @@ class PendingStep:
         return context
 
 
-def _hidden(values: StepValues, unshown: Set[tuple[str, str]]) -> frozenset[Key]:
-    # the metric in a key of attention is the aggregation over heads
-    sources = {source for source, _ in unshown}
-    attention = sources.intersection(n.ATTENTION_SOURCES.values())
-    return frozenset(
-        key
-        for block in values.blocks
-        if not block.table or block.table in sources
-        for key in block.keys
-        if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
-    )
+def _hidden(values: StepValues, registry: Registry) -> frozenset[Key]:
+    """Keys of values that no metric shows: in most steps those of the last one, as the same set, since there may be thousands."""
+    unshown, keys = registry.hidden, [block.keys for block in values.blocks]
+    if registry.last_hidden[:2] != (unshown, keys):
+        # the metric in a key of attention is the aggregation over heads
+        attention = {source for source, _ in unshown}.intersection(n.ATTENTION_SOURCES.values())
+        found = (
+            key
+            for key in chain.from_iterable(keys)
+            if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
+        )
+        registry.last_hidden = unshown, keys, frozenset(found)
+    return registry.last_hidden[2]
