@@ -470,9 +470,10 @@ class ParameterCapture:
             self._run_functions(plan, before, after)
         states = self._plans[n.OPTIMIZER]
         if not states.empty:
-            owned: dict[int, Tensor] = dict(there(self._parameters, positions))
+            parameters = there(self._parameters, positions)
+            owned: Mapping[int, Tensor] = parameters
             if self._source is not PLAIN_GRADIENTS:
-                owned = {p: whole for p, q in owned.items() if (whole := self._whole(q, states.names[p])) is not None}
+                owned = {p: whole for p, q in parameters.items() if (whole := self._whole(q, states.names[p])) is not None}
             groups, state = _settings(optimizer), optimizer.state
             kept = {  # functions get detached ones
                 p: {**state.get(q, {}), "param": q, "grad": q.grad, "group": groups.get(id(q), {})} for p, q in owned.items()

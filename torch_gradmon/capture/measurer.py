@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, count, islice, pairwise
+from itertools import count, islice, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -111,15 +112,14 @@ class OutOfStep:
 
 
 #: A metric whose values follow from inner products, the keys of its values by position, and the pairs.
-_Products = tuple[Metric, Mapping[int, Key], _Pairs]
+_Products = tuple[Metric, dict[int, Key], _Pairs]
 
 
 def _together(wanted: Sequence[_Products], own_part: Callable[[Tensor], Tensor]) -> Iterable[Sequence[_Products]]:
     """What can be computed together, of the part of each tensor that this rank has. A parameter is left out if a tensor of its pairs
     cannot be read, or lies on another device.
     """
-    pairs_of_all = chain.from_iterable(chain.from_iterable(pairs.values() for *_, pairs in wanted))
-    every = [*chain.from_iterable(pairs_of_all)]
+    every = [tensor for *_, pairs in wanted for of_one in pairs.values() for pair in of_one for tensor in pair]
     tensors = dict(zip(map(id, every), every, strict=True))
     if not tensors or as_plain(together := list(tensors.values())) or on_accelerator(together):
         return [wanted] if tensors else []
@@ -294,13 +294,10 @@ class Measurer:
             return
         spread = plan.spread if self.ranks.count > 1 else frozenset()
         done = self._products(wanted, due - spread)
-        waiting = {
-            position for metric, keys in plan.applied for position in (due & keys.keys()).difference(done.get(metric.name, ()))
-        }
-        if not waiting:
+        if all(done[metric.name] >= due & keys.keys() for metric, keys in plan.applied):
             return
-        in_order = [position for position in plan.functions if position in waiting]
-        left = {p: [m for m in plan.functions[p] if p not in done.get(m.name, ())] for p in in_order}
+        waiting = [position for position in plan.functions if position in due]
+        left = {p: metrics for p in waiting if (metrics := [m for m in plan.functions[p] if p not in done[m.name]])}
         # those of this package draw no numbers; and to restore a generator that another thread draws from would repeat numbers there
         is_ours = all(metric.built_in for metrics in left.values() for metric in metrics)
         with nullcontext() if is_ours else untouched_rng():
@@ -331,7 +328,7 @@ class Measurer:
         """
         plan, buffer = wanted.plan, wanted.buffer
         found: list[_Products] = []
-        done: dict[str, set[int]] = {}
+        done: dict[str, set[int]] = defaultdict(set)
         for metric, keys in plan.applied:
             if hasattr(metric.function, "pairs"):
                 states = {position: wanted.tensors[position] for position in keys if position in due}
@@ -339,11 +336,11 @@ class Measurer:
                 without = states.keys() - pairs.keys()
                 for position in sorted(without):
                     buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = NO_STATE
-                done.setdefault(metric.name, set()).update(without)
+                done[metric.name] |= without
                 found += [(metric, keys, pairs)] if pairs else []
         for together in _together(found, lambda tensor: self.ranks.own_part(tensor, spread=False)):
             columns = [[*zip(*pairs.values(), strict=True)] for *_, pairs in together]
-            every = [*chain.from_iterable(chain.from_iterable(columns))]
+            every = [pair for of in columns for column in of for pair in column]
             kinds = [*zip(map(id, map(_FIRST, every)), map(id, map(_SECOND, every)), strict=True)]
             once = dict(zip(kinds, every, strict=True))  # a pair that several metrics need is computed once
             places = map(dict(zip(once, count())).__getitem__, kinds)

@@ -124,8 +124,8 @@ class Registry:
         self._once_overlaid: set[tuple[str, str]] = set()
         #: Source and name of the metrics that are hidden or were in an overlay: their last values may still be on their way.
         self.hidden: set[tuple[str, str]] = set()
-        #: Of the last record: :attr:`hidden`, the keys of its blocks, and those of them that are hidden.
-        self.last_hidden: tuple[Set[tuple[str, str]], list[Sequence[Key]], frozenset[Key]] = set(), [], frozenset()
+        #: Of the last record with this number of blocks: :attr:`hidden`, the keys of its blocks, and those of them that are hidden.
+        self.hidden_keys: dict[int, tuple[Set[tuple[str, str]], list[Sequence[Key]], frozenset[Key]]] = {}
 
     def make(
         self,

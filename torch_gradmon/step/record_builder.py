@@ -329,7 +329,8 @@ class PendingStep:
             if key.source == n.SUMMARY:
                 first[key] = value
         values = StepValues(Block(tuple(first), tuple(first.values())), *blocks, Block(tuple(custom), tuple(custom.values())))
-        hidden = heads | _hidden(values, registry) if registry.hidden else heads
+        hidden = _hidden(values, registry) if registry.hidden else heads
+        hidden = hidden | heads if heads else hidden
         context = {**facts.context, "batch_norms": norms} if norms else facts.context
         of_step = facts.step, time.time(), facts.applied
         return StepRecord(*of_step, values, tables, context, (), hidden, buffer.rng, self.readback.extras), summarised
@@ -401,9 +402,10 @@ class PendingStep:
 
 
 def _hidden(values: StepValues, registry: Registry) -> frozenset[Key]:
-    """Keys of values that no metric shows: in most steps those of the last one, as the same set, since there may be thousands."""
+    """Keys of values that no metric shows: with the same blocks the same set, since there may be thousands."""
     unshown, keys = registry.hidden, [block.keys for block in values.blocks]
-    if registry.last_hidden[:2] != (unshown, keys):
+    known = registry.hidden_keys.get(len(keys))
+    if known is None or known[:2] != (unshown, keys):
         # the metric in a key of attention is the aggregation over heads
         attention = {source for source, _ in unshown}.intersection(n.ATTENTION_SOURCES.values())
         found = (
@@ -411,5 +413,5 @@ def _hidden(values: StepValues, registry: Registry) -> frozenset[Key]:
             for key in chain.from_iterable(keys)
             if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
         )
-        registry.last_hidden = unshown, keys, frozenset(found)
-    return registry.last_hidden[2]
+        known = registry.hidden_keys[len(keys)] = unshown, keys, frozenset(found)
+    return known[2]
