@@ -291,7 +291,7 @@ class ForwardHooks:
         measured = {(kind, name) for kind, name in wanted if kind in _OUTPUTS and any(m.matches(name) for m in views)}
         wanted |= _in_same_graphs(root, inventory, wanted, measured)
         for place, (reference, handles) in list(self._hooks.items()):
-            is_kept = place not in wanted and self.graphs.is_traced(*place)  # removal would cause a recompilation
+            is_kept = place not in wanted and self.graphs.taps[place].is_traced  # removal would cause a recompilation
             if not is_kept and (place not in wanted or wanted[place] is not reference()):
                 handles.remove()
                 self.graphs.remove(*place)

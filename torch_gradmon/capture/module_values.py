@@ -365,15 +365,13 @@ class HostRows:
         if inverse_scale is not None and not inverse_scale.is_cpu:
             return False
         row = self._statistics.row_of(tensor, columns, inverse_scale)
-        if row is not None:
-            self._rows.append(((source, columns, False), [path], row))
-            return True
-        if not (is_plain(tensor) and tensor.numel() <= SMALL and tensor.dtype in NARROW):
-            return False
-        if self._used + tensor.numel() > CAPACITY:
-            self.flush()
-        self._small.append((columns, self._copied(tensor, inverse_scale)))
-        self._rows.append(((source, None, False), [path], None))
+        if row is None:
+            if not (is_plain(tensor) and tensor.numel() <= SMALL and tensor.dtype in NARROW):
+                return False
+            if self._used + tensor.numel() > CAPACITY:
+                self.flush()
+            self._small.append((columns, self._copied(tensor, inverse_scale)))
+        self._rows.append(((source, None if row is None else columns, False), [path], row))
         return True
 
     def _copied(self, tensor: Tensor, inverse_scale: Tensor | None) -> Tensor:
@@ -578,15 +576,14 @@ class ModuleValues:
         asked.last[source] = names, calls[1:], found
         return found
 
-    def adopt(self, name: str, path: str, columns: frozenset[Column]) -> None:
-        """The row of ``path``, a tensor in the output of module ``name``, was written by a graph, with these columns only."""
-        self._owner[n.ACTIVATION, path] = name, False
-        self._traced[n.ACTIVATION, path] = columns
-
-    def wants_views(self, name: str) -> bool:
-        """Whether views of the statistics of this module's output are requested in this step, of all its calls together."""
+    def adopt(self, name: str, path: str, columns: frozenset[Column]) -> bool:
+        """Take the row of ``path``, a tensor in the output of module ``name``, that a graph wrote with these columns only, if views of the
+        statistics are requested in this step, of all its calls together. Returns whether they are.
+        """
         asked = self.asked.of(n.ACTIVATION, name) if name in self._modules else ()
-        return any(each.views and not each.split for each in asked)
+        if is_wanted := any(each.views and not each.split for each in asked):
+            self._owner[n.ACTIVATION, path], self._traced[n.ACTIVATION, path] = (name, False), columns
+        return is_wanted
 
     def wants(self, source: str, name: str) -> bool:
         return bool(self.asked.of(source, name))

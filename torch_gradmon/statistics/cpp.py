@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
 from .eager import EagerStatistics, measure_precisely, needs_precise_pass
-from .request import Batch, PlainTensors, Request, are_alike, as_plain, dtype_of, flat_pair, threshold
+from .request import Batch, PlainTensors, Request, are_alike, as_plain, dtype_of, flat_pair, is_plain, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -47,9 +47,13 @@ class CppStatistics(EagerStatistics):
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
     ) -> list[float] | None:
         """The row of one CPU tensor of any size as numbers; see :meth:`EagerStatistics.row_of`. Always has all columns."""
-        if not _are_readable([tensor], None):
+        kind = _KINDS.get(tensor.dtype)
+        if kind is None or not is_plain(tensor) or not tensor.is_contiguous() or tensor.is_neg():
             return None
-        self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), _KINDS[tensor.dtype]]
+        address, size = tensor.data_ptr(), tensor.numel()
+        if size and not address:
+            return None
+        self._entry[:] = [address, 0, size, kind]
         scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
         nonfinite = self._kernel.rows(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row)
         return None if nonfinite else list(self._one_row)
