@@ -79,8 +79,7 @@ def _with_momentum(states: Mapping[int, State]) -> _Pairs:
 
 
 def _with_change(states: Mapping[int, State]) -> _Pairs:
-    both = {position: (state["param"], state["change"]) for position, state in states.items()}
-    return {p: [(before, before), (before, change), (change, change)] for p, (before, change) in both.items()}
+    return {p: [(x["param"], x["param"]), (x["param"], x["change"]), (x["change"], x["change"])] for p, x in states.items()}
 
 
 class OutOfStep:
@@ -296,8 +295,7 @@ class Measurer:
         done = self._products(wanted, due - spread)
         if all(done[metric.name] >= due & keys.keys() for metric, keys in plan.applied):
             return
-        waiting = [position for position in plan.functions if position in due]
-        left = {p: metrics for p in waiting if (metrics := [m for m in plan.functions[p] if p not in done[m.name]])}
+        left = {p: own for p, each in plan.functions.items() if p in due and (own := [m for m in each if p not in done[m.name]])}
         # those of this package draw no numbers; and to restore a generator that another thread draws from would repeat numbers there
         is_ours = all(metric.built_in for metrics in left.values() for metric in metrics)
         with nullcontext() if is_ours else untouched_rng():

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, MutableSet, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,10 +153,10 @@ class ModuleCalls:
                         torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
                         columns = values.asked.simple.get(place) if isinstance(value, Tensor) else None
                         rows = values.rows if columns is None or value.is_cpu else values.device_rows
-                        if columns is None or not rows.measure(source, name, columns, value):
+                        if columns is None or not rows.measure(source, name, columns, value, None):
                             values.measure(source, name, value, call)
                         is_compared = source == n.ACTIVATION and self.differences_due and self.reference
-                        if is_compared and self.wants_difference(name):
+                        if is_compared and values.wants(n.ACTIVATION_DIFFERENCE, name):
                             values.measure_pairs(name, value, call, self._of_reference)
             except Exception as error:
                 self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
@@ -172,9 +173,6 @@ class ModuleCalls:
             self._passes.watch_part(module, value, missed=self._buffer is None)
         except Exception as error:
             self._complaints.add("part", f"a call of a {type(module).__name__} could not be followed", error)
-
-    def wants_difference(self, name: str) -> bool:
-        return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
 
     def _of_reference(self, path: str) -> Tensor | str:
         assert self.reference is not None
@@ -581,7 +579,9 @@ class ModuleSource:
         assert reference.module is not None
         is_checked = check.wants if check is not None else lambda _: False
         wanted = {
-            name: part for name, part in reference.parts().items() if is_checked(name) or self._calls.wants_difference(name)
+            name: part
+            for name, part in reference.parts().items()
+            if is_checked(name) or self.values.wants(n.ACTIVATION_DIFFERENCE, name)
         }
         self._loop_run.begin(reference.module, wanted)
 
@@ -660,7 +660,7 @@ class ModuleSource:
         attention = self._attention or self._add_attention()
         if self._step is not None and self._buffer is None:
             self._begin_measuring()
-        elif self._step is not None and not attention.has_begun:
+        elif self._step is not None and attention.buffer is None:
             attention.begin(*self._step)
         attention.report(name, named, arguments)
 
@@ -810,7 +810,7 @@ class ModuleSource:
                 check.behind(root, ran)
             return
         with nullcontext() if check is None else check.beside(root) as note, self.passes.pause():  # the two may share modules
-            reference.run(root, self._calls.wants_difference, args, kwargs, note)
+            reference.run(root, partial(self.values.wants, n.ACTIVATION_DIFFERENCE), args, kwargs, note)
 
     def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         trains = self.passes.root_trains is True and not self.passes.paused

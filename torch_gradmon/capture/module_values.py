@@ -250,12 +250,13 @@ class RequestedMetrics:
 
 
 _Place = tuple[str, str]
+_Modules = Mapping[str, Callable[[], nn.Module | None]]  # by name
 
 
 class Asked:
     """What the metrics of a step ask of modules. It is kept, since those of other steps are the same."""
 
-    def __init__(self, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]) -> None:
+    def __init__(self, metrics: tuple[Metric, ...], modules: _Modules) -> None:
         self._metrics, self._modules = metrics, modules
         self._found: dict[_Place, tuple[RequestedMetrics, ...]] = {}
         # the columns where only views are asked for, of all calls together; for places that were measured
@@ -267,13 +268,11 @@ class Asked:
         """What is requested of a source of a module: for all its calls together, and for each call."""
         found = self._found.get((source, name))
         if found is None:
-            metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
-            reference = self._modules.get(name)
-            module = None if reference is None else reference()
-            halves = [(split, [m for m in metrics if m.split_calls == split]) for split in (False, True)]
-            columns = frozenset[Column]().union(*(m.columns for m in self._metrics if m.source == source and m.function is None))
-            found = tuple(RequestedMetrics(some, module, split, columns) for split, some in halves if some)
-            self._found[source, name] = found
+            module, of_source = self._modules.get(name, lambda: None)(), [m for m in self._metrics if m.source == source]
+            halves = [(x, [m for m in of_source if m.split_calls == x and m.matches(name)]) for x in (False, True)]
+            columns = frozenset[Column]().union(*(metric.columns for metric in of_source if metric.function is None))
+            requested = (RequestedMetrics(some, module, split, columns) for split, some in halves if some)
+            found = self._found[source, name] = tuple(requested)
         return found
 
 
@@ -358,9 +357,7 @@ class HostRows:
         elif self._buffer is not None:
             self._buffer.merge_rows(source, paths, rows, columns)
 
-    def measure(
-        self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None = None
-    ) -> bool:
+    def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
         """Measure a CPU tensor into numbers, or copy a small one. Returns False if neither is possible."""
         if inverse_scale is not None and not inverse_scale.is_cpu:
             return False
@@ -370,18 +367,15 @@ class HostRows:
                 return False
             if self._used + tensor.numel() > CAPACITY:
                 self.flush()
-            self._small.append((columns, self._copied(tensor, inverse_scale)))
+            if self._pool is None:
+                with torch.inference_mode(False):  # it is written to outside of that mode
+                    self._pool = torch.empty(CAPACITY, dtype=torch.float32, device="cpu")
+            copy = self._pool[self._used : self._used + tensor.numel()].view(tensor.shape).copy_(tensor)
+            self._used += tensor.numel()
+            # as GradScaler.unscale_ does, in float32
+            self._small.append((columns, copy if inverse_scale is None else copy.mul_(inverse_scale)))
         self._rows.append(((source, None if row is None else columns, False), [path], row))
         return True
-
-    def _copied(self, tensor: Tensor, inverse_scale: Tensor | None) -> Tensor:
-        """A copy, valid until :meth:`flush`, times ``inverse_scale`` in float32 as ``GradScaler.unscale_`` does."""
-        if self._pool is None:
-            with torch.inference_mode(False):  # it is written to outside of that mode
-                self._pool = torch.empty(CAPACITY, dtype=torch.float32, device="cpu")
-        copy = self._pool[self._used : self._used + tensor.numel()].view(tensor.shape).copy_(tensor)
-        self._used += tensor.numel()
-        return copy if inverse_scale is None else copy.mul_(inverse_scale)
 
     def flush(self) -> None:
         """Store all rows in the buffer, after measuring the small tensors."""
@@ -430,9 +424,7 @@ class DeviceRows:
         self._copies: dict[tuple[torch.device, object], tuple[Any, list[tuple[Tensor, _Place, frozenset[Column]]]]] = {}
         self._nbytes: Counter[tuple[torch.device, object]] = Counter()
 
-    def measure(
-        self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None = None
-    ) -> bool:
+    def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
         """Copy a dense tensor of an accelerator, times ``inverse_scale``, to be measured with others. Returns whether it was."""
         assert self._buffer is not None
         device = tensor.device
@@ -455,8 +447,7 @@ class DeviceRows:
 
     def _limits_on(self, device: torch.device) -> tuple[int, int]:
         spare, has_kernel = max(DEVICE_ROWS_CAPACITY, spare_memory(device)), self._statistics.has_kernel(device)
-        found = self._limits[device] = (spare // _FOURTH, spare) if has_kernel else (LARGEST, DEVICE_ROWS_CAPACITY)
-        return found
+        return self._limits.setdefault(device, (spare // _FOURTH, spare) if has_kernel else (LARGEST, DEVICE_ROWS_CAPACITY))
 
     def flush(self) -> None:
         for queue in list(self._copies):
@@ -500,7 +491,7 @@ class ModuleValues:
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
         self._buffer: StepBuffer | None = None
-        self._modules: Mapping[str, Callable[[], nn.Module | None]] = {}  # by name
+        self._modules: _Modules = {}
         self.asked, self._known = Asked((), {}), dict[tuple[int, ...], Asked]()  # of this step, and by metrics
         self._owner: dict[_Place, tuple[str, bool]] = {}
         self._traced: dict[_Place, frozenset[Column]] = {}
@@ -508,9 +499,7 @@ class ModuleValues:
         self.rows = HostRows(measurer.statistics)
         self.device_rows = DeviceRows(measurer.statistics, measurer.complaints)
 
-    def begin(
-        self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]
-    ) -> None:
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: _Modules) -> None:
         self._buffer = buffer
         self.rows.begin(buffer)
         self.device_rows.begin(buffer)
@@ -549,10 +538,9 @@ class ModuleValues:
 
         def evaluate(tables: dict[str, StatsTable]) -> list[Block]:
             blocks = []
-            for source in n.MODULE_SOURCES:
-                if source in tables:
-                    table = tables[source] = _called(source, tables[source], calls[2])
-                    blocks += view_blocks(self._groups(source, table.names, calls), table, source)
+            for source in [each for each in n.MODULE_SOURCES if each in tables]:
+                table = tables[source] = _called(source, tables[source], calls[2])
+                blocks += view_blocks(self._groups(source, table.names, calls), table, source)
             return blocks
 
         return evaluate
@@ -683,8 +671,7 @@ class ModuleValues:
             self._buffer.absent[source, f"{item.path}/{metric}"] = reason
         if item.asked.dead:
             if item.path not in self._units:
-                module = self._modules.get(item.name)
-                self._units[item.path] = DeadUnits(None if module is None else module())
+                self._units[item.path] = DeadUnits(self._modules.get(item.name, lambda: None)())
             self._units[item.path].see(item.tensor, self._measurer.statistics.eps)
         functions = item.asked.functions
         if item.tensor.numel() == 0 and (own := [metric for metric in functions if metric.built_in]):

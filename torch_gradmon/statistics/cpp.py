@@ -50,10 +50,9 @@ class CppStatistics(EagerStatistics):
         kind = _KINDS.get(tensor.dtype)
         if kind is None or not is_plain(tensor) or not tensor.is_contiguous() or tensor.is_neg():
             return None
-        address, size = tensor.data_ptr(), tensor.numel()
-        if size and not address:
+        self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), kind]
+        if self._entry[2] and not self._entry[0]:
             return None
-        self._entry[:] = [address, 0, size, kind]
         scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
         nonfinite = self._kernel.rows(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row)
         return None if nonfinite else list(self._one_row)

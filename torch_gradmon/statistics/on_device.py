@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from operator import is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,17 +30,13 @@ _CACHED, _FEWEST = 20_000, 4
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Some elements of a tensor, and how many rows they fill."""
 
     tensor: int
     start: int
     stop: int
-
-    @functools.cached_property
-    def rows(self) -> int:
-        return -(-(self.stop - self.start) // RUN)
+    rows: int
 
 
 class _Table:
@@ -102,7 +97,8 @@ def _tables(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[lis
         for tensor, size in enumerate(sizes):
             start = 0 if dtypes[tensor] == dtype else size
             while start < size:
-                piece = _Piece(tensor, start, min(size, start + free * RUN))
+                stop = min(size, start + free * RUN)
+                piece = _Piece(tensor, start, stop, -(-(stop - start) // RUN))
                 pieces.append(piece)
                 start, free = piece.stop, free - piece.rows
                 if not free:
@@ -163,9 +159,8 @@ class DeviceStatistics:
         found = []
         for table in layout.tables:
             of = _filled(table, layout, ours, wide)
-            members = [piece.tensor for piece in table.pieces]
-            same = all(map(is_, map(first.__getitem__, members), map(second.__getitem__, members)))
-            found.append(torch.linalg.vecdot(of, of if same else _filled(table, layout, others, wide)))
+            differing = [piece for piece in table.pieces if first[piece.tensor] is not second[piece.tensor]]
+            found.append(torch.linalg.vecdot(of, _filled(table, layout, others, wide) if differing else of))
         if not layout.levels:
             return torch.cat(found)
         sums = torch.cat([*found, layout.empty[:, Column.SUM]])

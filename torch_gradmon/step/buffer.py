@@ -482,9 +482,8 @@ class StepBuffer:
         """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
         if not values.is_cpu:
             self._note_stream(values.device)
-        if not self._finals.keys().isdisjoint(keys):
-            for key in keys:
-                self._finals.pop(key, None)  # the last ones come last
+        for key in self._finals.keys() & keys:
+            del self._finals[key]  # the last ones come last
         self._finals.update(zip(keys, zip(repeat(values), count()), strict=False))
 
     def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:

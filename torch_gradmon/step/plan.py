@@ -380,7 +380,6 @@ class SourcePlan:
 
     @cached_property
     def applied(self) -> list[tuple[Metric, dict[int, Key]]]:
-        """Each metric with a function, with the keys of its values by position."""
         found: dict[Metric, dict[int, Key]] = {}
         for position, metrics in self.functions.items():
             for metric in metrics:

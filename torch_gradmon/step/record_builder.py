@@ -329,8 +329,7 @@ class PendingStep:
             if key.source == n.SUMMARY:
                 first[key] = value
         values = StepValues(Block(tuple(first), tuple(first.values())), *blocks, Block(tuple(custom), tuple(custom.values())))
-        hidden = _hidden(values, registry) if registry.hidden else heads
-        hidden = hidden | heads if heads else hidden
+        hidden = _hidden(values, registry, heads) if registry.hidden else heads
         context = {**facts.context, "batch_norms": norms} if norms else facts.context
         of_step = facts.step, time.time(), facts.applied
         return StepRecord(*of_step, values, tables, context, (), hidden, buffer.rng, self.readback.extras), summarised
@@ -401,8 +400,8 @@ class PendingStep:
         return context
 
 
-def _hidden(values: StepValues, registry: Registry) -> frozenset[Key]:
-    """Keys of values that no metric shows: with the same blocks the same set, since there may be thousands."""
+def _hidden(values: StepValues, registry: Registry, heads: frozenset[Key]) -> frozenset[Key]:
+    """``heads``, and keys of values that no metric shows: with the same blocks the same set, since there may be thousands."""
     unshown, keys = registry.hidden, [block.keys for block in values.blocks]
     known = registry.hidden_keys.get(len(keys))
     if known is None or known[:2] != (unshown, keys):
@@ -414,4 +413,4 @@ def _hidden(values: StepValues, registry: Registry) -> frozenset[Key]:
             if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
         )
         known = registry.hidden_keys[len(keys)] = unshown, keys, frozenset(found)
-    return known[2]
+    return known[2] | heads if heads else known[2]
