@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -142,6 +143,7 @@ def test_after_a_keyboard_interrupt_evaluation_is_recorded(monkeypatch):
     """As in a notebook, where one goes on after an interrupt."""
     from torch_gradmon.capture import attention
 
+    gc.collect()  # monitors of earlier tests may still record
     seen, rows = [], attention.attention_rows
     monkeypatch.setattr(attention, "attention_rows", lambda **arguments: seen.append(1) or rows(**arguments))
     model = Interrupted()

@@ -124,7 +124,8 @@ def test_copies_wait_until_they_fill_a_part_of_the_memory(monkeypatch: pytest.Mo
     monkeypatch.setattr(module_values, "spare_memory", lambda device: 4000)
     monkeypatch.setattr(module_values, "DEVICE_ROWS_CAPACITY", 100)
     counted, buffer = _Counted(has_kernel=True), StepBuffer(0, WarningLog())
-    rows = module_values.DeviceRows(counted, buffer, WarningLog())  # type: ignore[arg-type]
+    rows = module_values.DeviceRows(counted, WarningLog())  # type: ignore[arg-type]
+    rows.begin(buffer)
     tensors = [torch.full((200,), float(number)) for number in range(12)]  # 800 bytes each
     for number, tensor in enumerate(tensors):
         assert rows.measure("activation", f"layer.{number}", ALL_COLUMNS, tensor, None)
@@ -139,7 +140,8 @@ def test_copies_wait_until_they_fill_a_part_of_the_memory(monkeypatch: pytest.Mo
 
 def test_without_a_kernel_few_copies_wait() -> None:
     counted, buffer = _Counted(has_kernel=False), StepBuffer(0, WarningLog())
-    rows = module_values.DeviceRows(counted, buffer, WarningLog())  # type: ignore[arg-type]
+    rows = module_values.DeviceRows(counted, WarningLog())  # type: ignore[arg-type]
+    rows.begin(buffer)
     for refused in (torch.ones(2**20 + 1), torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.complex64)):
         assert not rows.measure("activation", "head", ALL_COLUMNS, refused, None)
     for number in range(5):

@@ -183,7 +183,7 @@ _NO_CALL = (
 class AttentionRecorder:
     def __init__(self, complaints: WarningLog, values: ModuleValues, fence: Fence, in_forward: Callable[[], bool]) -> None:
         self._complaints, self._values, self._fence, self._in_forward = complaints, values, fence, in_forward
-        self._buffer: StepBuffer | None = None
+        self.buffer: StepBuffer | None = None
         self._metrics: Sequence[Metric] = ()
         self._names: dict[int, str] = {}  # of known modules, and the parts of those that are wrappers, by id
         self._inventory: weakref.ref[ModelIndex] | None = None
@@ -196,15 +196,10 @@ class AttentionRecorder:
         self._unseen: dict[str, str] = {}  # why the last step with metrics of a source had no values of it
         self.compiled = False  # a part of the model is compiled, so observing would cause a recompilation
 
-    @property
-    def has_begun(self) -> bool:
-        return self._buffer is not None
-
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        self._buffer, self._reason = buffer, _NO_CALL
+        self.buffer, self._reason = buffer, _NO_CALL
         self._reported, self._observed = set(), set()
-        sources = frozenset(n.ATTENTION_SOURCES.values())
-        self._metrics = [metric for metric in metrics if metric.source in sources]
+        self._metrics = [metric for metric in metrics if metric.source in n.ATTENTION_SOURCES.values()]
         if self._metrics and (self._inventory is None or self._inventory() is not inventory):
             self._inventory = weakref.ref(inventory)
             self._names = {
@@ -217,14 +212,14 @@ class AttentionRecorder:
     def end(self, has_graphs: bool = False) -> None:
         """End the step; ``has_graphs``: a compiled graph contains a hook."""
         self.compiled |= has_graphs
-        if self._buffer is not None:
+        if self.buffer is not None:
             for source in {metric.source for metric in self._metrics}:
                 self._unseen.pop(source, None)
                 if not self._reported and not self._observed:
                     reason = _NOT_IN_GRAPHS if self.compiled else self._reason
-                    self._unseen[source] = self._buffer.absent.get((source, ""), reason)
-            self._buffer.absent.update({(source, ""): reason for source, reason in self._unseen.items()})
-        self._buffer = None
+                    self._unseen[source] = self.buffer.absent.get((source, ""), reason)
+            self.buffer.absent.update({(source, ""): reason for source, reason in self._unseen.items()})
+        self.buffer = None
         self.leave()
 
     def enter(self) -> None:
@@ -238,7 +233,7 @@ class AttentionRecorder:
         ATTENTION_PATCH.discard(self._observer)
 
     def _saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
-        if self._buffer is None or not self._in_forward():
+        if self.buffer is None or not self._in_forward():
             return
         start = time.perf_counter()
         name = self._innermost()
@@ -277,7 +272,7 @@ class AttentionRecorder:
         """Measure one call. Returns whether it could be read. ``named``: tensors ``[..., heads, length, size]`` by the suffix of their
         names; ``sources``: whether single heads are shown: then the tensors of each are measured, otherwise those of all together.
         """
-        if self._buffer is None:
+        if self.buffer is None:
             return False
         for tensor in named.values():
             if (reason := refusal(tensor)) is not None:
@@ -298,7 +293,7 @@ class AttentionRecorder:
         rows = attention_rows(**{key: value for key, value in arguments.items() if key not in ("value", "dropout_p")})
         for source, per_head in sources.items():
             heads_of = [f"{name}.head_{head}" for head in range(len(rows[source]))]
-            self._buffer.merge_rows(source, heads_of, rows[source], _COLUMNS)
+            self.buffer.merge_rows(source, heads_of, rows[source], _COLUMNS)
             if not per_head:
-                self._buffer.unshown.update((source, head) for head in heads_of)
+                self.buffer.unshown.update((source, head) for head in heads_of)
         return True

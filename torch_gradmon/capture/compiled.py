@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Container, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -178,7 +179,7 @@ class CompiledHooks:
                 flag.fill_(is_open)
 
     def clear(self) -> None:
-        self._taps: dict[tuple[str, str], TracedStatistics] = {}  # by kind of hook and name
+        self.taps: dict[tuple[str, str], TracedStatistics] = {}  # by kind of hook and name
         self.traced: list[TracedStatistics] = []  # the hooks that are part of a graph
         self.slots: dict[torch.device, list[_Slot]] = {}  # what graphs write to, by device
         self._columns: frozenset[Column] = frozenset()
@@ -188,14 +189,14 @@ class CompiledHooks:
         self.reasons: dict[tuple[str, str], str] | None = None
 
     def add(self, kind: str, name: str, module: nn.Module, root: nn.Module) -> TracedStatistics:
-        tap = self._taps[kind, name] = TracedStatistics(name, module, self, root)
+        tap = self.taps[kind, name] = TracedStatistics(name, module, self, root)
         return tap
 
     def ignore(self, *_: object) -> None:
         """What a hook hears that is there for a graph only."""
 
     def remove(self, kind: str, name: str) -> None:
-        tap = self._taps.pop((kind, name))
+        tap = self.taps.pop((kind, name))
         self.traced = [each for each in self.traced if each is not tap]
         kept = {device: [slot for slot in slots if slot.tap is not tap] for device, slots in self.slots.items()}
         self.slots = {device: slots for device, slots in kept.items() if slots}
@@ -209,7 +210,7 @@ class CompiledHooks:
         if not (self.traced and self._columns):
             views = (metric.columns for metric in metrics if metric.source == n.ACTIVATION and metric.function is None)
             self._columns = frozenset[Column]().union(*views)
-        for place, tap in self._taps.items():
+        for place, tap in self.taps.items():
             if not self.traced or (tap.is_late and not tap.is_traced):
                 tap.request(self._columns if place in measured else frozenset())
 
@@ -217,10 +218,7 @@ class CompiledHooks:
         return name + rest_of(name + rest, name, self._taken)
 
     def has_hook(self, module: nn.Module) -> bool:
-        return any(kind == n.ACTIVATION and tap.module() is module for (kind, _), tap in self._taps.items())
-
-    def is_traced(self, kind: str, name: str) -> bool:
-        return self._taps[kind, name].is_traced
+        return any(kind == n.ACTIVATION and tap.module() is module for (kind, _), tap in self.taps.items())
 
     def collect(self, buffer: StepBuffer, values: ModuleValues, metrics: Sequence[Metric]) -> None:
         """Move what the graphs wrote into ``buffer``, as outputs in ``values``, with reasons for the rest. Does not synchronise."""
@@ -228,11 +226,9 @@ class CompiledHooks:
             sums, extremes = [slot.sums for slot in slots], [slot.extremes for slot in slots]
             stacked = torch.stack(extremes)
             rows = torch.cat([torch.stack(sums), -stacked[:, :1], stacked[:, 1:]], dim=1).unbind()
-            found = [(slot, row) for slot, row in zip(slots, rows, strict=True) if values.wants_views(slot.tap.name)]
-            for slot, _ in found:
-                values.adopt(slot.tap.name, slot.path, slot.tap.columns)
-            if found:
-                paths, kept = [slot.path for slot, _ in found], [row for _, row in found]
+            adopted = [values.adopt(slot.tap.name, slot.path, slot.tap.columns) for slot in slots]
+            if any(adopted):
+                paths, kept = [slot.path for slot in compress(slots, adopted)], [*compress(rows, adopted)]
                 buffer.merge_rows(n.ACTIVATION, paths, kept, self._columns | ALWAYS)
         self.discard()
         if self.reasons is None:
@@ -253,7 +249,7 @@ class CompiledHooks:
             refused.setdefault(_like(tap.name), {}).update(tap.refused)
         for tap in self.traced:
             found.update({(n.ACTIVATION, self.path(tap.name, rest)): why for rest, why in refused[_like(tap.name)].items()})
-        late = [tap for place, tap in self._taps.items() if tap.is_late and not tap.is_traced and place in self._inside]
+        late = [tap for place, tap in self.taps.items() if tap.is_late and not tap.is_traced and place in self._inside]
         for tap in (*self.traced, *late):
             columns = tap.columns if tap.is_traced else frozenset()
             for metric in metrics:

@@ -340,7 +340,7 @@ def _settings(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         settings = {name: value for name, value in group.items() if name != "params"}
-        found.update((id(parameter), settings) for parameter in group["params"])
+        found.update(dict.fromkeys(map(id, group["params"]), settings))
     return found
 
 
@@ -457,11 +457,13 @@ class ParameterCapture:
             self._run_functions(plan, before, after)
         states = self._plans[n.OPTIMIZER]
         if not states.empty:
-            owned = {p: whole for p in positions if (whole := self._whole(p, states.names[p])) is not None}
-            groups = _settings(optimizer)
-            kept = {
-                p: {**optimizer.state.get(q, {}), "param": q.detach(), "grad": q.grad, "group": groups.get(id(q), {})}
-                for p, q in owned.items()
+            parameters = self._parameters.there(positions)
+            owned: Mapping[int, Tensor] = parameters
+            if self._source is not PLAIN_GRADIENTS:
+                owned = {p: whole for p, q in parameters.items() if (whole := self._whole(q, states.names[p])) is not None}
+            groups, state = _settings(optimizer), optimizer.state
+            kept = {  # functions get detached ones
+                p: {**state.get(q, {}), "param": q, "grad": q.grad, "group": groups.get(id(q), {})} for p, q in owned.items()
             }
             self._measurer.run_functions(Measurement(self._buffer, states, kept))
 
@@ -490,11 +492,8 @@ class ParameterCapture:
                 if functions:
                     self._measurer.run_functions(Measurement(self._buffer, replace(plan, functions=functions), values))
 
-    def _whole(self, position: int, name: str) -> Tensor | None:
+    def _whole(self, parameter: nn.Parameter, name: str) -> Tensor | None:
         """The tensor in the optimizer's groups, unless it stands for other parameters too."""
-        parameter = self._parameters[position]()
-        if parameter is None or self._source is PLAIN_GRADIENTS:
-            return parameter
         stepped = self._source.stepped(parameter)
         if self._source.value(parameter) is stepped:
             return stepped

@@ -79,7 +79,7 @@ class Hook:
     __torch_unserializable__ = True  # a pickled tensor leaves the hook behind, and torch does not warn
 
     def __init__(self, method: Callable[..., Any], *extra: object) -> None:
-        self._method = weakref.WeakMethod(method)
+        self._owner, self._function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
         self._extra = extra
         self.__name__ = "torch_gradmon_hook"  # code that inspects hooks expects a name
 
@@ -90,8 +90,8 @@ class Hook:
         # all gradients of a Jacobian at once, as in torch.autograd.grad(is_grads_batched=True), without readable values
         if args and isinstance(args[-1], torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(args[-1]):
             return None
-        method = self._method()
-        return None if method is None else method(*self._extra, *args)
+        owner = self._owner()
+        return None if owner is None else self._function(owner, *self._extra, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # for code that copies hooks one by one: sys.audit accepts any arguments, returns None, and always exists
@@ -116,8 +116,8 @@ class ModuleHook(Hook):
         # the former under torch.jit.trace, the latter under torch.export
         if torch._C._get_tracing_state() is not None or (torch._C._len_torch_dispatch_stack() and is_traced()):
             return None
-        method = self._method()  # repeated from the base class for speed
-        return None if method is None else method(*self._extra, *args)
+        owner = self._owner()  # repeated from the base class for speed
+        return None if owner is None else self._function(owner, *self._extra, *args)
 
 
 def untraced_by_itself(method: Callable[..., Any]) -> None:
@@ -336,12 +336,12 @@ class PassTracker:
         self.is_open = True  # values count; False in a step without measurements
         self.builds_graph = True  # the root was called with gradients
         self._root_trained = self._parts_lead = False
-        self._captures = capture_check()
+        self.captures = capture_check()
 
     @property
     def paused(self) -> bool:
         """Nothing is measured at the moment: a reference runs, or a graph is captured, whose values come with its replays."""
-        return self.is_paused or (self._captures is not None and self._captures())
+        return self.is_paused or (self.captures is not None and self.captures())
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import count, islice, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,42 +33,53 @@ from ..step.ranks import Ranks
 State = Mapping[str, Any]
 #: Two tensors of one shape.
 _Pair = tuple[Tensor, Tensor]
+#: By position of a parameter as many pairs for each.
+_Pairs = Mapping[int, Sequence[_Pair]]
+_FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
 class OfProducts:
-    """A ``value`` of inner products of the ``pairs`` of tensors in a state, which add up over ranks; no pairs: no value."""
+    """A ``value`` of inner products of the ``pairs`` of tensors in states, which add up over ranks; a state without pairs has no value."""
 
-    def __init__(self, reducer: str, value: Callable[..., Tensor], pairs: Callable[[State], Sequence[_Pair]]) -> None:
+    def __init__(self, reducer: str, value: Callable[..., Tensor], pairs: Callable[[Mapping[int, State]], _Pairs]) -> None:
         self._reducer, self.value, self.pairs = reducer, value, pairs
 
     def __call__(self, state: State) -> Tensor | None:
-        pairs = self.pairs(state)
-        return self.value(*_products(pairs).unbind()) if pairs else None
+        found = self.contribution(state)
+        return None if found is None else self.value(*found[1].unbind())
 
     def contribution(self, state: State) -> tuple[str, Tensor] | None:
         """What one rank's part of a tensor contributes, and how contributions merge."""
-        pairs = self.pairs(state)
-        return (self._reducer, _products(pairs)) if pairs else None
+        pairs = self.pairs({0: state}).get(0)
+        return None if pairs is None else (self._reducer, torch.stack([inner_product(a, b) for a, b in pairs]))
+
+
+def _first_of(states: Mapping[int, State], names: Iterable[str]) -> dict[int, Tensor]:
+    """The first of these entries that is a tensor, of each state that has one."""
+    found: dict[int, Tensor] = {}
+    for position, state in states.items():
+        for name in names:
+            if isinstance(tensor := state.get(name), Tensor):
+                found[position] = tensor
+                break
+    return found
 
 
 def _norm_of(*names: str) -> OfProducts:
-    def pairs(state: State) -> list[_Pair]:
-        found = _first_of(state, names)
-        return [] if found is None else [(found, found)]
-
-    return OfProducts("norm", torch.sqrt, pairs)
+    return OfProducts("norm", torch.sqrt, lambda states: {p: [(t, t)] for p, t in _first_of(states, names).items()})
 
 
-def _with_momentum(state: State) -> list[_Pair]:
-    gradient, momentum = state["grad"], _first_of(state, ("exp_avg", "momentum_buffer"))
-    if gradient is None or momentum is None or momentum.shape != gradient.shape:
-        return []
-    return [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
+def _with_momentum(states: Mapping[int, State]) -> _Pairs:
+    found = {}
+    for position, momentum in _first_of(states, ("exp_avg", "momentum_buffer")).items():
+        gradient = states[position]["grad"]
+        if gradient is not None and momentum.shape == gradient.shape:
+            found[position] = [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
+    return found
 
 
-def _with_change(state: State) -> list[_Pair]:
-    before, change = state["param"], state["change"]
-    return [(before, before), (before, change), (change, change)]
+def _with_change(states: Mapping[int, State]) -> _Pairs:
+    return {p: [(x["param"], x["param"]), (x["param"], x["change"]), (x["change"], x["change"])] for p, x in states.items()}
 
 
 class OutOfStep:
@@ -97,31 +110,21 @@ class OutOfStep:
         return None if sums is None else ("rms", sums)
 
 
-def _first_of(state: State, names: Iterable[str]) -> Tensor | None:
-    for name in names:
-        if isinstance(found := state.get(name), Tensor):
-            return found
-    return None
-
-
-def _products(pairs: Sequence[_Pair]) -> Tensor:
-    return torch.stack([inner_product(a, b) for a, b in pairs])
-
-
-#: A metric whose values follow from inner products, and by position of a parameter as many pairs of tensors for each.
-_Products = tuple[Metric, Mapping[int, Sequence[_Pair]]]
+#: A metric whose values follow from inner products, the keys of its values by position, and the pairs.
+_Products = tuple[Metric, dict[int, Key], _Pairs]
 
 
 def _together(wanted: Sequence[_Products], own_part: Callable[[Tensor], Tensor]) -> Iterable[Sequence[_Products]]:
     """What can be computed together, of the part of each tensor that this rank has. A parameter is left out if a tensor of its pairs
     cannot be read, or lies on another device.
     """
-    tensors = {id(tensor): tensor for _, pairs in wanted for of_one in pairs.values() for pair in of_one for tensor in pair}
+    every = [tensor for *_, pairs in wanted for of_one in pairs.values() for pair in of_one for tensor in pair]
+    tensors = dict(zip(map(id, every), every, strict=True))
     if not tensors or as_plain(together := list(tensors.values())) or on_accelerator(together):
         return [wanted] if tensors else []
     parts = {number: own_part(tensor) for number, tensor in tensors.items()}  # of a tensor in several pairs there is one
     groups: dict[torch.device, list[_Products]] = {}
-    for metric, pairs in wanted:
+    for metric, keys, pairs in wanted:
         readable: dict[torch.device, dict[int, Sequence[_Pair]]] = {}
         for position, of_one in pairs.items():
             own = [(parts[id(a)], parts[id(b)]) for a, b in of_one]
@@ -129,7 +132,7 @@ def _together(wanted: Sequence[_Products], own_part: Callable[[Tensor], Tensor])
             if len(devices) == 1 and all(refusal(tensor) is None for pair in own for tensor in pair):
                 readable.setdefault(devices.pop(), {})[position] = own
         for device, own_pairs in readable.items():
-            groups.setdefault(device, []).append((metric, own_pairs))
+            groups.setdefault(device, []).append((metric, keys, own_pairs))
     return groups.values()
 
 
@@ -289,19 +292,19 @@ class Measurer:
 
     def run_functions(self, wanted: Measurement) -> None:
         plan, second = wanted.plan, wanted.second
-        due = [position for position in plan.functions if position in wanted.tensors]
+        due = plan.functions.keys() & wanted.tensors.keys()
         if self.ranks.has_parts:
-            for position in plan.functions.keys() - set(due):
+            for position in plan.functions.keys() - due:
                 for metric in plan.functions[position]:
                     path = f"{plan.names[position]}/{metric.name}"
                     wanted.buffer.absent.setdefault((plan.source, path), "no value came from the rank that has it")
         if not due:
             return
         spread = plan.spread if self.ranks.count > 1 else frozenset()
-        done = self._products(wanted, set(due) - spread)
-        left = {p: metrics for p in due if (metrics := [m for m in plan.functions[p] if (p, m.name) not in done])}
-        if not left:
+        done = self._products(wanted, due - spread)
+        if all(done[metric.name] >= due & keys.keys() for metric, keys in plan.applied):
             return
+        left = {p: own for p, each in plan.functions.items() if p in due and (own := [m for m in each if p not in done[m.name]])}
         # those of this package draw no numbers; and to restore a generator that another thread draws from would repeat numbers there
         is_ours = all(metric.built_in for metrics in left.values() for metric in metrics)
         with nullcontext() if is_ours else untouched_rng():
@@ -326,38 +329,39 @@ class Measurer:
                     for metric in metrics:
                         wanted.buffer.share(Key(plan.source, plan.names[position], metric.name), "sum")
 
-    def _products(self, wanted: Measurement, due: Set[int]) -> set[tuple[int, str]]:
-        """Store the values of metrics that follow from inner products, all on one device at once. Returns their positions and metrics; the
+    def _products(self, wanted: Measurement, due: Set[int]) -> dict[str, set[int]]:
+        """Store the values of metrics that follow from inner products, all on one device at once. Returns their positions by metric; the
         caller calls others one by one, such as those of a tensor that cannot be read.
         """
         plan, buffer = wanted.plan, wanted.buffer
         found: list[_Products] = []
-        done: set[tuple[int, str]] = set()
-        for metric, applied in plan.applied:
+        done: dict[str, set[int]] = defaultdict(set)
+        for metric, keys in plan.applied:
             if hasattr(metric.function, "pairs"):
-                pairs = {p: metric.function.pairs(wanted.tensors[p]) for p in applied if p in due}  # type: ignore[union-attr]
-                for position in [position for position, of_one in pairs.items() if not of_one]:
-                    del pairs[position]
+                states = {position: wanted.tensors[position] for position in keys if position in due}
+                pairs = metric.function.pairs(states)  # type: ignore[union-attr]
+                without = states.keys() - pairs.keys()
+                for position in sorted(without):
                     buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = NO_STATE
-                    done.add((position, metric.name))
-                found += [(metric, pairs)] if pairs else []
+                done[metric.name] |= without
+                found += [(metric, keys, pairs)] if pairs else []
         for together in _together(found, lambda tensor: self.ranks.own_part(tensor, spread=False)):
-            once: dict[tuple[int, int], tuple[int, _Pair]] = {}  # a pair that several metrics need is computed once
-            places = [
-                [[once.setdefault((id(a), id(b)), (len(once), (a, b)))[0] for a, b in column] for column in columns]
-                for columns in (zip(*pairs.values(), strict=True) for _, pairs in together)
-            ]
+            columns = [[*zip(*pairs.values(), strict=True)] for *_, pairs in together]
+            every = [pair for of in columns for column in of for pair in column]
+            kinds = [*zip(map(id, map(_FIRST, every)), map(id, map(_SECOND, every)), strict=True)]
+            once = dict(zip(kinds, every, strict=True))  # a pair that several metrics need is computed once
+            places = map(dict(zip(once, count())).__getitem__, kinds)
             try:
-                products = self.statistics.inner_products([a for _, (a, _) in once.values()], [b for _, (_, b) in once.values()])
+                products = self.statistics.inner_products([*map(_FIRST, once.values())], [*map(_SECOND, once.values())])
                 values = [
-                    metric.function.value(*(_at(products, column) for column in columns))  # type: ignore[union-attr]
-                    for (metric, _), columns in zip(together, places, strict=True)
+                    metric.function.value(*[_at(products, [*islice(places, len(pairs))]) for _ in of])  # type: ignore[union-attr]
+                    for (metric, _, pairs), of in zip(together, columns, strict=True)
                 ]
             except Exception:  # whose tensor it was is found out where they are called one by one
                 continue
-            for (metric, positions), own in zip(together, values, strict=True):
-                buffer.put_values([Key(plan.source, plan.names[position], metric.name) for position in positions], own)
-                done |= {(position, metric.name) for position in positions}
+            for (metric, keys, pairs), own in zip(together, values, strict=True):
+                buffer.put_values([keys[position] for position in pairs], own)
+                done[metric.name] |= pairs.keys()
         return done
 
     def _shardwise(self, wanted: Measurement, position: int) -> None:

@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, MutableSet, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, MutableSet, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # imported where they are asked for
     from .reference import LoopRun, ReferencePass
 
 _MARK = "torch_gradmon"
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 
 def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
@@ -55,7 +56,8 @@ def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
     return marks
 
 
-_GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
+_GRADIENT_OF = {n.ACTIVATION: n.ACTIVATION_GRADIENT, n.INPUT: n.INPUT_GRADIENT}
+_GRADIENTS = tuple(_GRADIENT_OF.values())
 
 
 class ModuleCalls:
@@ -74,7 +76,7 @@ class ModuleCalls:
         self._task: tuple[int, bool] = (-1, False)
         self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
         self._buffer: StepBuffer | None = None
-        self._numbers: Counter[tuple[str, str]] = Counter()
+        self.numbers: dict[tuple[str, str], int] = {}  # how often each was called in this forward
         # outputs are compared with the reference's in this step; gradients are due
         self.differences_due = self._gradients_due = False
         # in this step a module other than the root was called; the hook on the root's inputs came too late for the first call, so none
@@ -82,13 +84,9 @@ class ModuleCalls:
         # training, as in the first pass of a re-entrant checkpoint
         self.seen = self.misses_root = self.has_ended = self._is_reentrant = False
 
-    @property
-    def places(self) -> Set[tuple[str, str]]:
-        return self._numbers.keys()
-
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
         self._buffer, self.misses_root = buffer, False
-        self._numbers.clear()
+        self.numbers.clear()
         self._values.begin(buffer, metrics, inventory.modules)
         sources = {metric.source for metric in metrics}
         self._gradients_due = not sources.isdisjoint(_GRADIENTS)
@@ -114,34 +112,28 @@ class ModuleCalls:
                 self._buffer.absent[source, ""] = reason
         self._buffer, self.seen = None, False
 
-    def forward_began(self) -> None:
-        self._numbers.clear()
-
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
     def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if name == n.ROOT and self.misses_root:
             return
         value = args[0] if len(args) == 1 and not kwargs else dict(enumerate(args)) | (kwargs or {})
-        self._take(name, module, value, n.INPUT, n.INPUT_GRADIENT)
-
-    def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._take(name, module, output, n.ACTIVATION, n.ACTIVATION_GRADIENT)
+        self.returned(name, module, args, value, n.INPUT)
 
     # between two large matrix products a Python call costs ten times as much as elsewhere, so this method makes few
-    def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
-        passes = self._passes
-        with self._lock, outside_dispatch_modes():
+    def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], value: Any, source: str = n.ACTIVATION) -> None:
+        passes, values, place = self._passes, self._values, (source, name)
+        # the lock may be entered twice, and a context that does nothing has two calls
+        with self._lock, outside_dispatch_modes() if _function_modes() or _dispatch_modes() else self._lock:
             self.seen |= name != n.ROOT
-            awaits = (
+            if passes.root_trains is None and (
                 self._buffer is None or passes.is_tentative or passes.awaits_part or not (module.training or passes.counts_eval)
-            )
-            if awaits and passes.root_trains is None:
+            ):
                 self._part_called(module, value)  # this may begin a step of a model that is called by its parts
-            if self._buffer is None or passes.paused:
+            if self._buffer is None or passes.is_paused or (passes.captures is not None and passes.captures()):
                 return
             if torch._C._functorch.peek_interpreter_stack() is not None:
-                self._buffer.absent.setdefault((source, name), "inside a torch.func transform")
+                self._buffer.absent.setdefault(place, "inside a torch.func transform")
                 return
             start, grad = time.perf_counter(), torch.is_grad_enabled()
             try:
@@ -149,26 +141,28 @@ class ModuleCalls:
                 recomputed = torch._C._current_graph_task_id() != -1
                 trains = passes.root_trains if passes.root_trains is not None else passes.trains(module)
                 if recomputed or trains:
-                    call = -1 if recomputed else self._numbers[source, name]
+                    known = self.numbers.get(place, 0)
+                    call = -1 if recomputed else known
                     # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
                     if not grad and not recomputed and passes.builds_graph:
                         self._is_reentrant |= any(p.requires_grad for p in module.parameters(recurse=False))
-                    self._numbers[source, name] += not recomputed
-                    wanted = grad and self._gradients_due and self._values.wants(gradient_source, name)
-                    if wanted and not self._follow(gradient_source, name, value, call):
-                        reason = "it needs no gradient: nothing that it is computed from is trained"
-                        self._buffer.absent.setdefault((gradient_source, name), reason)
+                    self.numbers[place] = known + (not recomputed)
+                    if grad and self._gradients_due and values.wants(_GRADIENT_OF[source], name):
+                        self._follow(_GRADIENT_OF[source], name, value, call)
                     if not recomputed:
                         torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
-                        self._values.measure(source, name, value, call)
+                        columns = values.asked.simple.get(place) if isinstance(value, Tensor) else None
+                        rows = values.rows if columns is None or value.is_cpu else values.device_rows
+                        if columns is None or not rows.measure(source, name, columns, value, None):
+                            values.measure(source, name, value, call)
                         is_compared = source == n.ACTIVATION and self.differences_due and self.reference
-                        if is_compared and self.wants_difference(name):
-                            self._values.measure_pairs(name, value, call, self._of_reference)
+                        if is_compared and values.wants(n.ACTIVATION_DIFFERENCE, name):
+                            values.measure_pairs(name, value, call, self._of_reference)
             except Exception as error:
                 self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
             finally:
                 torch._C._set_grad_enabled(grad)
-            self._fence.add_time(time.perf_counter() - start)
+            self._fence.seconds += time.perf_counter() - start
 
     def _part_called(self, module: nn.Module, value: Any) -> None:
         if (self._buffer is None or self._passes.is_tentative) and self._passes.part_began():
@@ -179,9 +173,6 @@ class ModuleCalls:
             self._passes.watch_part(module, value, missed=self._buffer is None)
         except Exception as error:
             self._complaints.add("part", f"a call of a {type(module).__name__} could not be followed", error)
-
-    def wants_difference(self, name: str) -> bool:
-        return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
 
     def _of_reference(self, path: str) -> Tensor | str:
         assert self.reference is not None
@@ -202,8 +193,8 @@ class ModuleCalls:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
         self._fence.add_time(time.perf_counter() - start)
 
-    def _follow(self, source: str, name: str, value: Any, call: int) -> bool:
-        """Hook the tensors in ``value``. Returns whether any needs a gradient. A negative ``call`` means a recomputation.
+    def _follow(self, source: str, name: str, value: Any, call: int) -> None:
+        """Hook the tensors in ``value`` that need a gradient. A negative ``call`` means a recomputation.
 
         Full backward hooks of modules are not used, since they add a node to the graph.
         """
@@ -221,7 +212,9 @@ class ModuleCalls:
                 self._leaves[source, path, call, id(tensor)] = weakref.ref(tensor)
             else:
                 _marks(tensor).add((id(self), self._round, tensor.output_nr, source, path, call))
-        return any(tensor.requires_grad for _, tensor in tensors)
+        if self._buffer is not None and not any(tensor.requires_grad for _, tensor in tensors):
+            reason = "it needs no gradient: nothing that it is computed from is trained"
+            self._buffer.absent.setdefault((source, name), reason)
 
     def _follows(self, source: str, path: str, call: int | None, tensor: Tensor) -> bool:
         """Whether this tensor already has a hook for this place; None means any call."""
@@ -296,7 +289,7 @@ class ForwardHooks:
         measured = {(kind, name) for kind, name in wanted if kind in _OUTPUTS and any(m.matches(name) for m in views)}
         wanted |= _in_same_graphs(root, inventory, wanted, measured)
         for place, (reference, handles) in list(self._hooks.items()):
-            is_kept = place not in wanted and self.graphs.is_traced(*place)  # removal would cause a recompilation
+            is_kept = place not in wanted and self.graphs.taps[place].is_traced  # removal would cause a recompilation
             if not is_kept and (place not in wanted or wanted[place] is not reference()):
                 handles.remove()
                 self.graphs.remove(*place)
@@ -586,7 +579,9 @@ class ModuleSource:
         assert reference.module is not None
         is_checked = check.wants if check is not None else lambda _: False
         wanted = {
-            name: part for name, part in reference.parts().items() if is_checked(name) or self._calls.wants_difference(name)
+            name: part
+            for name, part in reference.parts().items()
+            if is_checked(name) or self.values.wants(n.ACTIVATION_DIFFERENCE, name)
         }
         self._loop_run.begin(reference.module, wanted)
 
@@ -644,7 +639,7 @@ class ModuleSource:
             for source in n.MODULE_SOURCES:
                 buffer.absent.setdefault((source, ""), reason)
             self._measurer.complaints.add("compiled", f"activations are missing: {reason}")
-        elif silent := self.hooks.silent(self._calls.places):
+        elif silent := self.hooks.silent(self._calls.numbers):
             buffer.absent.update(((source, name), OLD_RELEASE) for source in n.MODULE_SOURCES for name in silent)
             self._measurer.complaints.add("compiled", f"some activations are missing: {OLD_RELEASE}")
 
@@ -665,7 +660,7 @@ class ModuleSource:
         attention = self._attention or self._add_attention()
         if self._step is not None and self._buffer is None:
             self._begin_measuring()
-        elif self._step is not None and not attention.has_begun:
+        elif self._step is not None and attention.buffer is None:
             attention.begin(*self._step)
         attention.report(name, named, arguments)
 
@@ -734,7 +729,7 @@ class ModuleSource:
             if sources is _OF_PASSES:
                 self.hooks.graphs.discard()
                 self.values.discard()
-                self._calls.forward_began()
+                self._calls.numbers.clear()
                 self._calls.seen = self._has_forward = False
                 if self._check is not None:
                     self._check.seen = False
@@ -790,8 +785,8 @@ class ModuleSource:
         self.hooks.leave_fusible()
         trains = self.passes.root_began(module)
         self.was_trained |= trains
-        self._has_forward |= len(self._calls.places) > 0  # of parts that were called directly
-        self._calls.forward_began()
+        self._has_forward |= len(self._calls.numbers) > 0  # of parts that were called directly
+        self._calls.numbers.clear()
         if self._buffer is None or self.passes.paused or not trains:
             return
         start = time.perf_counter()
@@ -815,7 +810,7 @@ class ModuleSource:
                 check.behind(root, ran)
             return
         with nullcontext() if check is None else check.beside(root) as note, self.passes.pause():  # the two may share modules
-            reference.run(root, self._calls.wants_difference, args, kwargs, note)
+            reference.run(root, partial(self.values.wants, n.ACTIVATION_DIFFERENCE), args, kwargs, note)
 
     def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         trains = self.passes.root_trains is True and not self.passes.paused

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +55,7 @@ MARGIN = 0.05
 #: takes 0.025 and 0.1).
 DORMANT_SHARE = 0.025
 
-_BOUNDS: tuple[tuple[type[nn.Module], float, float], ...] = (
-    (nn.Sigmoid, 0.0, 1.0),
-    (nn.Hardsigmoid, 0.0, 1.0),
-    (nn.Tanh, -1.0, 1.0),
-)
+_BOUNDS = ((nn.Sigmoid, 0.0, 1.0), (nn.Hardsigmoid, 0.0, 1.0), (nn.Tanh, -1.0, 1.0))
 _CHANNELS_FIRST = (
     nn.modules.conv._ConvNd,
     nn.modules.batchnorm._NormBase,
@@ -253,9 +250,35 @@ class RequestedMetrics:
 
 
 _Place = tuple[str, str]
-#: What is known of the calls of a step: what is requested; by source and path of a row the name of the module, and whether its calls have
+_Modules = Mapping[str, Callable[[], nn.Module | None]]  # by name
+
+
+class Asked:
+    """What the metrics of a step ask of modules. It is kept, since those of other steps are the same."""
+
+    def __init__(self, metrics: tuple[Metric, ...], modules: _Modules) -> None:
+        self._metrics, self._modules = metrics, modules
+        self._found: dict[_Place, tuple[RequestedMetrics, ...]] = {}
+        # the columns where only views are asked for, of all calls together; for places that were measured
+        self.simple: dict[_Place, frozenset[Column]] = {}
+        # by source, of the last table: the names of its rows, what was known of their calls, and its metrics
+        self.last: dict[str, tuple[tuple[str, ...], tuple[object, ...], list[Views]]] = {}
+
+    def of(self, source: str, name: str) -> tuple[RequestedMetrics, ...]:
+        """What is requested of a source of a module: for all its calls together, and for each call."""
+        found = self._found.get((source, name))
+        if found is None:
+            module, of_source = self._modules.get(name, lambda: None)(), [m for m in self._metrics if m.source == source]
+            halves = [(x, [m for m in of_source if m.split_calls == x and m.matches(name)]) for x in (False, True)]
+            columns = frozenset[Column]().union(*(metric.columns for metric in of_source if metric.function is None))
+            requested = (RequestedMetrics(some, module, split, columns) for split, some in halves if some)
+            found = self._found[source, name] = tuple(requested)
+        return found
+
+
+#: What is known of the calls of a step: what is asked for; by source and path of a row the name of the module, and whether its calls have
 #: keys of their own; and the columns of rows that a compiled graph wrote, where rows without a count were not called.
-_Calls = tuple[dict[_Place, tuple[RequestedMetrics, ...]], dict[_Place, tuple[str, bool]], dict[_Place, frozenset[Column]]]
+_Calls = tuple[Asked, dict[_Place, tuple[str, bool]], dict[_Place, frozenset[Column]]]
 
 
 # --- Metrics of the refined coordinate check ---
@@ -307,13 +330,10 @@ def _called(source: str, table: StatsTable, traced: Container[tuple[str, str]]) 
 CAPACITY = 1 << 20
 
 
-class _MeasuredCall(NamedTuple):
-    """What was measured in one call: the numbers of one row, rows as a tensor, or None for a row of one of the small tensors."""
-
-    source: str
-    paths: list[str]
-    columns: frozenset[Column]
-    row: list[float] | Tensor | None
+#: What was measured in one call: the source, the columns (None for those of all small tensors), and whether there are rows of several
+#: tensors; their paths; and the numbers of one row, rows as a tensor, or None for a row of one of the small tensors.
+_MeasuredCall = tuple[tuple[str, frozenset[Column] | None, bool], list[str], list[float] | Tensor | None]
+_KIND = itemgetter(0)
 
 
 class HostRows:
@@ -327,42 +347,35 @@ class HostRows:
         self._used = 0  # elements of it
         self._small: list[tuple[frozenset[Column], Tensor]] = []
 
-    def __bool__(self) -> bool:
-        return len(self._rows) > 0
-
     def begin(self, buffer: StepBuffer | None) -> None:
         """Start a step, or None: hold nothing of the last one. An interrupt at its end may have left rows."""
         self._buffer, self._rows, self._small, self._used = buffer, [], [], 0
 
     def append(self, source: str, paths: list[str], columns: frozenset[Column], rows: Tensor) -> None:
-        self._rows.append(_MeasuredCall(source, paths, columns, rows))
+        if self._rows:  # keeps the order of the calls
+            self._rows.append(((source, columns, True), paths, rows))
+        elif self._buffer is not None:
+            self._buffer.merge_rows(source, paths, rows, columns)
 
-    def measure(
-        self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None = None
-    ) -> bool:
+    def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
         """Measure a CPU tensor into numbers, or copy a small one. Returns False if neither is possible."""
         if inverse_scale is not None and not inverse_scale.is_cpu:
             return False
         row = self._statistics.row_of(tensor, columns, inverse_scale)
-        if row is not None:
-            self._rows.append(_MeasuredCall(source, [path], columns, row))
-            return True
-        if not (is_plain(tensor) and tensor.numel() <= SMALL and tensor.dtype in NARROW):
-            return False
-        if self._used + tensor.numel() > CAPACITY:
-            self.flush()
-        self._small.append((columns, self._copied(tensor, inverse_scale)))
-        self._rows.append(_MeasuredCall(source, [path], columns, None))
+        if row is None:
+            if not (is_plain(tensor) and tensor.numel() <= SMALL and tensor.dtype in NARROW):
+                return False
+            if self._used + tensor.numel() > CAPACITY:
+                self.flush()
+            if self._pool is None:
+                with torch.inference_mode(False):  # it is written to outside of that mode
+                    self._pool = torch.empty(CAPACITY, dtype=torch.float32, device="cpu")
+            copy = self._pool[self._used : self._used + tensor.numel()].view(tensor.shape).copy_(tensor)
+            self._used += tensor.numel()
+            # as GradScaler.unscale_ does, in float32
+            self._small.append((columns, copy if inverse_scale is None else copy.mul_(inverse_scale)))
+        self._rows.append(((source, None if row is None else columns, False), [path], row))
         return True
-
-    def _copied(self, tensor: Tensor, inverse_scale: Tensor | None) -> Tensor:
-        """A copy, valid until :meth:`flush`, times ``inverse_scale`` in float32 as ``GradScaler.unscale_`` does."""
-        if self._pool is None:
-            with torch.inference_mode(False):  # it is written to outside of that mode
-                self._pool = torch.empty(CAPACITY, dtype=torch.float32, device="cpu")
-        copy = self._pool[self._used : self._used + tensor.numel()].view(tensor.shape).copy_(tensor)
-        self._used += tensor.numel()
-        return copy if inverse_scale is None else copy.mul_(inverse_scale)
 
     def flush(self) -> None:
         """Store all rows in the buffer, after measuring the small tensors."""
@@ -373,20 +386,15 @@ class HostRows:
             return
         together = frozenset[Column]().union(*{of for of, _ in small})
         waited = iter(self._statistics.measure([tensor for _, tensor in small], together).tolist())
-        single = [call.row for call in measured if not isinstance(call.row, Tensor)]
-        rows = [next(waited) if row is None else row for row in single]
+        rows = [next(waited) if row is None else row for (*_, is_table), _, row in measured if not is_table]
         table = iter(torch.tensor(rows, dtype=torch.float64, device="cpu"))
-
-        def alike(call: _MeasuredCall) -> tuple[str, frozenset[Column], bool]:
-            return call.source, together if call.row is None else call.columns, isinstance(call.row, Tensor)
-
-        for (source, columns, is_table), calls in groupby(measured, alike):
+        for (source, columns, is_table), calls in groupby(measured, _KIND):
             if is_table:  # they may lie on several devices
-                for call in calls:
-                    self._buffer.merge_rows(source, call.paths, call.row, columns)  # type: ignore[arg-type]
+                for _, paths, row in calls:
+                    self._buffer.merge_rows(source, paths, row, columns)  # type: ignore[arg-type]
             else:
-                paths = [path for call in calls for path in call.paths]
-                self._buffer.merge_rows(source, paths, list(islice(table, len(paths))), columns)
+                paths = [path for _, of_call, _ in calls for path in of_call]
+                self._buffer.merge_rows(source, paths, [*islice(table, len(paths))], together if columns is None else columns)
 
 
 # --- Rows of tensors on accelerators, which are copied in one launch each and measured many at once ---
@@ -403,22 +411,26 @@ _FOURTH = 4
 class DeviceRows:
     """Copies of tensors until :meth:`flush`, or until they fill the memory that they may take."""
 
-    def __init__(self, statistics: Statistics, buffer: StepBuffer, complaints: WarningLog) -> None:
-        self._statistics, self._buffer, self._complaints = statistics, buffer, complaints
+    def __init__(self, statistics: Statistics, complaints: WarningLog) -> None:
+        self._statistics, self._complaints = statistics, complaints
+        self.begin(None)
+
+    def begin(self, buffer: StepBuffer | None) -> None:
+        """Start a step, or None: hold nothing of the last one. An interrupt at its end may have left copies."""
+        self._buffer = buffer
         self._failed: set[_Place] = set()
+        self._limits: dict[torch.device, tuple[int, int]] = {}  # bytes of the largest tensor, and of all copies
         # by device and number of the stream on which copies were made: that stream, and the copies with what was asked of them
         self._copies: dict[tuple[torch.device, object], tuple[Any, list[tuple[Tensor, _Place, frozenset[Column]]]]] = {}
         self._nbytes: Counter[tuple[torch.device, object]] = Counter()
 
     def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
         """Copy a dense tensor of an accelerator, times ``inverse_scale``, to be measured with others. Returns whether it was."""
+        assert self._buffer is not None
         device = tensor.device
-        if tensor.layout is not torch.strided or tensor.is_complex():
+        if tensor.layout is not torch.strided or not tensor.is_floating_point() or refusal(tensor) is not None:
             return False
-        largest, capacity = LARGEST, DEVICE_ROWS_CAPACITY
-        if self._statistics.has_kernel(device):
-            capacity = max(DEVICE_ROWS_CAPACITY, spare_memory(device))
-            largest = capacity // _FOURTH
+        largest, capacity = self._limits.get(device) or self._limits_on(device)
         if tensor.nbytes > largest:
             return False
         queue = device, stream_number(device)
@@ -433,19 +445,24 @@ class DeviceRows:
         self._nbytes[queue] += copy.nbytes
         return True
 
+    def _limits_on(self, device: torch.device) -> tuple[int, int]:
+        spare, has_kernel = max(DEVICE_ROWS_CAPACITY, spare_memory(device)), self._statistics.has_kernel(device)
+        return self._limits.setdefault(device, (spare // _FOURTH, spare) if has_kernel else (LARGEST, DEVICE_ROWS_CAPACITY))
+
     def flush(self) -> None:
         for queue in list(self._copies):
             self._flush(queue)
 
     def _flush(self, queue: tuple[torch.device, object]) -> None:
         (stream, waiting), self._nbytes[queue] = self._copies.pop(queue), 0
+        assert self._buffer is not None
         copies, places, asked = zip(*waiting, strict=True)
         columns = frozenset[Column]().union(*asked)
         try:
             with on_stream(stream, queue[0]):
                 rows = self._statistics.measure(copies, columns).unbind()
                 kept = [(place, row) for place, row in zip(places, rows, strict=True) if place not in self._failed]
-                for source in dict.fromkeys(of for (of, _), _ in kept):
+                for source in dict.fromkeys([of for (of, _), _ in kept]):
                     own = [(path, row) for (of, path), row in kept if of == source]
                     self._buffer.merge_rows(source, [path for path, _ in own], [row for _, row in own], columns)
         except Exception as error:  # a part of the micro-batches must not be taken for all
@@ -474,30 +491,24 @@ class ModuleValues:
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
         self._buffer: StepBuffer | None = None
-        self._metrics: tuple[Metric, ...] = ()
-        self._modules: Mapping[str, Callable[[], nn.Module | None]] = {}  # by name
-        self._columns: dict[str, frozenset[Column]] = {}  # that the views of a source need
-        self._asked: dict[_Place, tuple[RequestedMetrics, ...]] = {}
+        self._modules: _Modules = {}
+        self.asked, self._known = Asked((), {}), dict[tuple[int, ...], Asked]()  # of this step, and by metrics
         self._owner: dict[_Place, tuple[str, bool]] = {}
         self._traced: dict[_Place, frozenset[Column]] = {}
-        self._last: dict[str, tuple[tuple[str, ...], _Calls, list[Views]]] = {}
         self._units: dict[str, DeadUnits] = {}  # by path
-        self._rows = HostRows(measurer.statistics)
-        self._device_rows: DeviceRows | None = None
+        self.rows = HostRows(measurer.statistics)
+        self.device_rows = DeviceRows(measurer.statistics, measurer.complaints)
 
-    def begin(
-        self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]
-    ) -> None:
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: _Modules) -> None:
         self._buffer = buffer
-        self._rows.begin(buffer)
-        self._device_rows = None  # an interrupt at the end of the last step may have left some
+        self.rows.begin(buffer)
+        self.device_rows.begin(buffer)
         for units in self._units.values():
             units.is_seen = False
-        if metrics != self._metrics or modules is not self._modules:
-            self._metrics, self._modules, self._asked, self._columns = metrics, modules, {}, {}
-            for metric in metrics:
-                if metric.function is None:
-                    self._columns[metric.source] = self._columns.get(metric.source, frozenset()) | metric.columns
+        if modules is not self._modules or len(self._known) > 16:  # usually two are due by turns
+            self._modules, self._known = modules, {}
+        kind = tuple(map(id, metrics))
+        self.asked = self._known.get(kind) or self._known.setdefault(kind, Asked(metrics, modules))
 
     def end(self) -> None:
         if self._buffer is not None:
@@ -509,75 +520,61 @@ class ModuleValues:
                     reason = f"it takes {WINDOW} monitored steps, and {units.steps} were seen"
                     self._buffer.absent[ACTIVATION, f"{path}/dead"] = reason
                 units.is_seen = False
-            self._rows.begin(None)
-        self._buffer = self._device_rows = None
+        self._buffer = None
+        self.rows.begin(None)
+        self.device_rows.begin(None)
 
     def discard(self) -> None:
         """Drop what was measured in this step and is not stored yet. Allocates nothing large, since memory may have run out."""
         assert self._buffer is not None
-        self._rows.begin(self._buffer)
-        self._device_rows = None
+        self.rows.begin(self._buffer)
+        self.device_rows.begin(self._buffer)
         for units in self._units.values():
             units.discard()
 
-    def _requested(self, source: str, name: str) -> tuple[RequestedMetrics, ...]:
-        """What is requested of a source of a module: for all its calls together, and for each call."""
-        found = self._asked.get((source, name))
-        if found is None:
-            metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
-            reference = self._modules.get(name)
-            module = None if reference is None else reference()
-            halves = [(split, [m for m in metrics if m.split_calls == split]) for split in (False, True)]
-            columns = self._columns.get(source, frozenset())
-            found = tuple(RequestedMetrics(some, module, split, columns) for split, some in halves if some)
-            self._asked[source, name] = found
-        return found
-
     def evaluator(self) -> Callable[[dict[str, StatsTable]], list[Block]]:
         """Computes the built-in values of this step's tables, even in the next step; drops rows of modules that were not called."""
-        calls = self._asked, dict(self._owner), dict(self._traced)
+        calls = self.asked, dict(self._owner), dict(self._traced)
 
         def evaluate(tables: dict[str, StatsTable]) -> list[Block]:
             blocks = []
-            for source in n.MODULE_SOURCES:
-                if source in tables:
-                    table = tables[source] = _called(source, tables[source], calls[2])
-                    blocks += view_blocks(self._groups(source, table.names, calls), table, source)
+            for source in [each for each in n.MODULE_SOURCES if each in tables]:
+                table = tables[source] = _called(source, tables[source], calls[2])
+                blocks += view_blocks(self._groups(source, table.names, calls), table, source)
             return blocks
 
         return evaluate
 
     def _groups(self, source: str, names: tuple[str, ...], calls: _Calls) -> list[Views]:
         """The metrics of a table with rows of these ``names``, as in the last step if the same modules were called and asked for."""
-        (asked, owner, traced), last = calls, self._last.get(source)
-        # what is asked may not have been looked up for all modules yet, so an equal one is not enough
-        if last is not None and last[0] == names and last[1][0] is asked and last[1] == calls:
+        asked, owner, traced = calls
+        last = asked.last.get(source)
+        if last is not None and last[:2] == (names, calls[1:]):
             return last[2]
         places: dict[str, list[int]] = {}
         for place, path in enumerate(names):
             # if only other ranks have called the module, its path gives its name
             name, split = owner.get((source, path)) or (n.owner_of(path, self._modules), "@" in path)
             columns = traced.get((source, path), ALL_COLUMNS)
-            for each in asked.get((source, name)) or self._requested(source, name):
+            for each in asked.of(source, name):
                 for metric in each.views if each.split == split else ():
                     if metric.columns <= columns:
                         places.setdefault(metric.name, []).append(place)
         found = [Views.of(name, (Key(source, names[at], name) for at in rows), rows, len(names)) for name, rows in places.items()]
-        self._last[source] = names, calls, found
+        asked.last[source] = names, calls[1:], found
         return found
 
-    def adopt(self, name: str, path: str, columns: frozenset[Column]) -> None:
-        """The row of ``path``, a tensor in the output of module ``name``, was written by a graph, with these columns only."""
-        self._owner[n.ACTIVATION, path] = name, False
-        self._traced[n.ACTIVATION, path] = columns
-
-    def wants_views(self, name: str) -> bool:
-        """Whether views of the statistics of this module's output are requested in this step, of all its calls together."""
-        asked = self._requested(n.ACTIVATION, name) if name in self._modules else ()
-        return any(each.views and not each.split for each in asked)
+    def adopt(self, name: str, path: str, columns: frozenset[Column]) -> bool:
+        """Take the row of ``path``, a tensor in the output of module ``name``, that a graph wrote with these columns only, if views of the
+        statistics are requested in this step, of all its calls together. Returns whether they are.
+        """
+        asked = self.asked.of(n.ACTIVATION, name) if name in self._modules else ()
+        if is_wanted := any(each.views and not each.split for each in asked):
+            self._owner[n.ACTIVATION, path], self._traced[n.ACTIVATION, path] = (name, False), columns
+        return is_wanted
 
     def wants(self, source: str, name: str) -> bool:
-        return bool(self._requested(source, name))
+        return bool(self.asked.of(source, name))
 
     def measure(
         self, source: str, name: str, value: Any, call: int, path: str | None = None, inverse_scale: Tensor | None = None
@@ -586,15 +583,12 @@ class ModuleValues:
         unknown), if anything is requested of it; under ``path``, by default the name.
         """
         assert self._buffer is not None
-        asked = self._requested(source, name)
+        asked = self.asked.of(source, name)
         if not asked:
             return
-        is_single = path is None and inverse_scale is None and isinstance(value, Tensor) and len(asked) == 1
-        if is_single and not (asked[0].split or asked[0].others):
-            # the usual case, with few calls: between two large matrix products one costs ten times as much as elsewhere
+        if len(asked) == 1 and not (asked[0].split or asked[0].others):
             self._owner[source, name] = name, False
-            if self._rows.measure(source, name, asked[0].columns, value):
-                return
+            self.asked.simple[source, name] = asked[0].columns
         items = list(self._items(source, name, value, call, path))
         if not items and (source, name) not in self._buffer.absent:
             what = "output" if source == n.ACTIVATION else "value"
@@ -629,7 +623,7 @@ class ModuleValues:
 
     def _items(self, source: str, name: str, value: Any, call: int, path: str | None = None) -> Iterator[_Item]:
         assert self._buffer is not None
-        asked = self._requested(source, name)
+        asked = self.asked.of(source, name)
         for plain, tensor in tensors_of(value, path or name) if asked else ():
             reason = refusal(tensor)
             if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -654,11 +648,7 @@ class ModuleValues:
             if not item.asked.views:
                 continue
             columns, tensor = item.asked.columns, item.tensor
-            rows: HostRows | DeviceRows = self._rows
-            if not tensor.is_cpu:
-                if self._device_rows is None:
-                    self._device_rows = DeviceRows(self._measurer.statistics, self._buffer, self._measurer.complaints)
-                rows = self._device_rows
+            rows = self.rows if tensor.is_cpu else self.device_rows
             if item.other is not None or not rows.measure(source, item.path, columns, tensor, inverse_scale):
                 groups.setdefault(item.tensor.device, []).append(item)
         for device, members in groups.items():
@@ -666,19 +656,14 @@ class ModuleValues:
             scale = None if inverse_scale is None else inverse_scale.to(device)
             others = [item.other for item in members if item.other is not None] or None
             found = self._measurer.statistics.measure([item.tensor for item in members], columns, scale, others)
-            paths = [item.path for item in members]
-            if self._rows:  # keeps the order of the calls
-                self._rows.append(source, paths, columns, found)
-            else:
-                self._buffer.merge_rows(source, paths, found, columns)
+            self.rows.append(source, [item.path for item in members], columns, found)
         for item in items:
             if item.asked.others:
                 self._measure_others(source, item, inverse_scale)
 
     def flush(self) -> None:
-        self._rows.flush()
-        if self._device_rows is not None:
-            self._device_rows.flush()
+        self.rows.flush()
+        self.device_rows.flush()
 
     def _measure_others(self, source: str, item: _Item, inverse_scale: Tensor | None) -> None:
         assert self._buffer is not None
@@ -686,8 +671,7 @@ class ModuleValues:
             self._buffer.absent[source, f"{item.path}/{metric}"] = reason
         if item.asked.dead:
             if item.path not in self._units:
-                module = self._modules.get(item.name)
-                self._units[item.path] = DeadUnits(None if module is None else module())
+                self._units[item.path] = DeadUnits(self._modules.get(item.name, lambda: None)())
             self._units[item.path].see(item.tensor, self._measurer.statistics.eps)
         functions = item.asked.functions
         if item.tensor.numel() == 0 and (own := [metric for metric in functions if metric.built_in]):

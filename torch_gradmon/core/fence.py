@@ -39,7 +39,7 @@ class Fence:
         self._deferred: Callable[[], None] | None = None
         self._captures = capture_check()
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
-        self._seconds = self._settled = 0.0
+        self.seconds = self._settled = 0.0
         self._since = self._entered = time.perf_counter()
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -76,7 +76,7 @@ class Fence:
                 if modes is not None:
                     modes.__exit__(None, None, None)
                 self._inside = False
-                self._seconds += time.perf_counter() - self._entered
+                self.seconds += time.perf_counter() - self._entered
 
     def defer(self, call: Callable[[], None]) -> None:
         self._deferred = call
@@ -86,15 +86,15 @@ class Fence:
 
     def spent(self) -> float:
         running = time.perf_counter() - self._entered if self._inside else 0.0
-        return self._settled + self._seconds + running
+        return self._settled + self.seconds + running
 
     def add_time(self, seconds: float) -> None:
-        self._seconds += seconds
+        self.seconds += seconds
 
     def add_since(self, began: float) -> None:
         """Add the time since ``began``, unless the running call has it already."""
         if not self._inside:
-            self._seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - began
 
     def exclude_time(self, seconds: float) -> None:
         self._entered += seconds
@@ -103,11 +103,11 @@ class Fence:
         """Time spent inside, as a share of the time since the last call."""
         now = time.perf_counter()
         if self._inside:  # the part of the running call until now
-            self._seconds += now - self._entered
+            self.seconds += now - self._entered
             self._entered = now
-        share = self._seconds / max(now - self._since, 1e-9)
-        self._settled += self._seconds
-        self._seconds, self._since = 0.0, now
+        share = self.seconds / max(now - self._since, 1e-9)
+        self._settled += self.seconds
+        self.seconds, self._since = 0.0, now
         return share
 
 

@@ -83,7 +83,7 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoin
 
 def has_attention(kinds: Mapping[str, str]) -> bool:
     """Whether a model has attention, by the classes of its modules."""
-    return any("attention" in kind.lower() for kind in kinds.values())
+    return "attention" in "\n".join(kinds.values()).lower()
 
 
 class Key(NamedTuple):

@@ -192,12 +192,13 @@ def capture_check() -> Callable[[], bool] | None:
     kind = accelerator_kind()
     functions = None if kind is None else functions_of(kind)
     check: Callable[[], bool] | None = getattr(functions, "is_current_stream_capturing", None)
-    if check is None:
+    if functions is None or check is None:
         return None
+    is_used = getattr(functions, "is_initialized", None) or functions.is_available  # see _is_used
 
     def captures() -> bool:
         try:  # a build for CUDA on a machine without, or a child of a process that has used it
-            return _is_used(functions) and check()
+            return bool(is_used()) and check()
         except (AssertionError, RuntimeError):
             return False
 

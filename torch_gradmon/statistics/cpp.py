@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
 from .eager import EagerStatistics, measure_precisely, needs_precise_pass
-from .request import PLAIN, Batch, Request, are_alike, as_plain, dtype_of, flat_pair, is_nested, is_on_cpu, threshold
+from .request import PLAIN, Batch, Request, are_alike, as_plain, dtype_of, flat_pair, is_nested, is_on_cpu, is_plain, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -40,16 +40,20 @@ class CppStatistics(EagerStatistics):
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
-        self._kernel, self._one_row = kernel, (ctypes.c_double * WIDTH)()
+        self._kernel, self._entry, self._one_row = kernel, (ctypes.c_int64 * 4)(), (ctypes.c_double * WIDTH)()
 
     def row_of(
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
     ) -> list[float] | None:
         """The row of one CPU tensor of any size as numbers; see :meth:`EagerStatistics.row_of`. Always has all columns."""
-        if (entries := _entries([tensor], None)) is None:
+        kind = _KINDS.get(tensor.dtype)
+        if kind is None or not is_plain(tensor) or not tensor.is_contiguous() or tensor.is_neg():
+            return None
+        self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), kind]
+        if self._entry[2] and not self._entry[0]:
             return None
         scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
-        nonfinite = self._kernel.rows(1, entries.buffer_info()[0], scale, limit, torch.get_num_threads(), self._one_row)
+        nonfinite = self._kernel.rows(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row)
         return None if nonfinite else list(self._one_row)
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.moments import Column, identity
 from ..core.torch_modes import copied_to_device, outside_dispatch_modes, stream_number
-from .request import Batch, Request, accumulator_dtype, flat_pair, threshold
+from .request import Batch, Request, accumulator_dtype, flat_at_once, flat_pair, threshold
 
 #: Elements of a row of the table. A tensor wastes less than one row.
 RUN = 1 << 10
@@ -30,17 +30,13 @@ _CACHED, _FEWEST = 20_000, 4
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Some elements of a tensor, and how many rows they fill."""
 
     tensor: int
     start: int
     stop: int
-
-    @property
-    def rows(self) -> int:
-        return -(-(self.stop - self.start) // RUN)
+    rows: int
 
 
 class _Table:
@@ -79,16 +75,19 @@ class _Layout:
         # see :func:`_levels`, on the device; none if each tensor has one row, in order
         self.levels = [] if in_order else [copied_to_device(level, device) for level in _levels(places, row)]
         self.empty = identity(1, device, accumulator_dtype(device))  # the row of a tensor without elements
-        self._pads: dict[tuple[torch.dtype, int], Tensor] = {}
+        self.padding = _Padding(device)
 
-    def padding(self, like: Tensor, length: int) -> Tensor:
-        kind = like.dtype, length
-        if kind not in self._pads:  # parts of one tensor, since each tensor that is made is a launch
-            if length == RUN:
-                self._pads[kind] = torch.zeros(RUN, dtype=like.dtype, device=like.device)
-            else:
-                self._pads[kind] = self.padding(like, RUN)[:length]
-        return self._pads[kind]
+
+class _Padding(dict[tuple[torch.dtype, int], Tensor]):
+    """Zeros by dtype and number: parts of one tensor, since each tensor that is made is a launch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __missing__(self, kind: tuple[torch.dtype, int]) -> Tensor:
+        dtype, length = kind
+        self[kind] = torch.zeros(RUN, dtype=dtype, device=self._device) if length == RUN else self[dtype, RUN][:length]
+        return self[kind]
 
 
 def _tables(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[list[_Piece]]:
@@ -98,7 +97,8 @@ def _tables(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[lis
         for tensor, size in enumerate(sizes):
             start = 0 if dtypes[tensor] == dtype else size
             while start < size:
-                piece = _Piece(tensor, start, min(size, start + free * RUN))
+                stop = min(size, start + free * RUN)
+                piece = _Piece(tensor, start, stop, -(-(stop - start) // RUN))
                 pieces.append(piece)
                 start, free = piece.stop, free - piece.rows
                 if not free:
@@ -135,9 +135,10 @@ class DeviceStatistics:
 
     def rows(self, batch: Batch, request: Request) -> Tensor:
         """Rows ``[n, 8]`` of tensors with any values, on one device, in float64 (float32 if the device has none). Does not synchronise."""
-        pairs = [batch.flat(index) for index in range(len(batch.values))]
-        values = [value for value, _ in pairs]
-        minus = [other for _, other in pairs if other is not None]
+        values, minus = batch.values, batch.minus or []
+        if values[0].is_cpu:  # those of a device are flat already
+            pairs = [batch.flat(index) for index in range(len(values))]
+            values, minus = [value for value, _ in pairs], [other for _, other in pairs if other is not None]
         layout = self._layout(values)
         tables = [self._measured(table, layout, values, minus, request) for table in layout.tables]
         if layout.levels:
@@ -151,14 +152,15 @@ class DeviceStatistics:
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
         """The inner product of each pair of tensors of one shape: ``[n]``, in float64 if the device has it. Does not synchronise."""
-        pairs = [flat_pair(a, b) for a, b in zip(first, second, strict=True)]
-        ours, others = [a for a, _ in pairs], [b for _, b in pairs]
+        flat = flat_at_once([*first, *second])
+        pairs = map(flat_pair, first, second) if flat is None else zip(flat[: len(first)], flat[len(first) :], strict=True)
+        ours, others = zip(*pairs, strict=True)
         layout, wide = self._layout(ours), accumulator_dtype(first[0].device)
         found = []
         for table in layout.tables:
             of = _filled(table, layout, ours, wide)
-            same = all(first[piece.tensor] is second[piece.tensor] for piece in table.pieces)
-            found.append(torch.linalg.vecdot(of, of if same else _filled(table, layout, others, wide)))
+            differing = [piece for piece in table.pieces if first[piece.tensor] is not second[piece.tensor]]
+            found.append(torch.linalg.vecdot(of, _filled(table, layout, others, wide) if differing else of))
         if not layout.levels:
             return torch.cat(found)
         sums = torch.cat([*found, layout.empty[:, Column.SUM]])
@@ -224,7 +226,7 @@ def _filled(table: _Table, layout: _Layout, tensors: Sequence[Tensor], dtype: to
         length = piece.stop - piece.start
         parts.append(tensor if length == tensor.numel() else tensor[piece.start : piece.stop])
         if gap := piece.rows * RUN - length:
-            parts.append(layout.padding(tensor, gap))
+            parts.append(layout.padding[tensor.dtype, gap])
     if len({part.dtype for part in parts}) > 1:  # else torch.cat takes one launch for each part, not for 128 of them
         wide = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         parts = [part.to(wide) for part in parts]

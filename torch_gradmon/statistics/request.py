@@ -23,7 +23,7 @@ REAL = NARROW | {torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16
 #: float32 numbers in a vector register of the CPU, as torch's kernels use them; at least those of AVX2.
 LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 #: Types whose memory holds the elements unchanged; nn.Buffer makes plain tensors.
-PLAIN = frozenset({Tensor, nn.Parameter})
+PLAIN: set[type[Tensor]] = {Tensor, nn.Parameter}
 dtype_of, is_on_cpu, _LAYOUT, is_nested, _DEVICE, _SHAPE = map(
     attrgetter, ("dtype", "is_cpu", "layout", "is_nested", "device", "shape")
 )
@@ -157,6 +157,13 @@ def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
     return flat if type(flat) is Tensor else flat.as_subclass(Tensor), zeros
 
 
+def flat_at_once(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """:func:`flat_values` of tensors of an accelerator, found without one call for each; None if any needs more than a view."""
+    if on_accelerator(tensors) is None or any(map(Tensor.is_complex, tensors)) or not all(map(Tensor.is_contiguous, tensors)):
+        return None
+    return [tensor.detach().view(-1) for tensor in tensors]
+
+
 def flat_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The numbers of two tensors of equal shape as one dimension, in the same order whatever their layouts."""
     for tensor in (a, b):
@@ -243,7 +250,9 @@ class Batch:
         values = list(tensors) if plain is None else plain
         others = None if minus is None else list(minus)
         zeros: dict[int, int] = {}
-        if plain is None or (others is not None and as_plain(others) is None):
+        if plain is None and tensors and (flat := flat_at_once([*values, *(others or ())])) is not None:
+            values, others = flat[: len(values)], flat[len(values) :] or None
+        elif plain is None or (others is not None and as_plain(others) is None):
             for index, tensor in enumerate(values):
                 if others is not None:
                     if not (is_plain(tensor) and is_plain(others[index])):

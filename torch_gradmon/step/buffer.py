@@ -43,7 +43,7 @@ _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 
 #: Where rows are, by name: a block of rows, and the row in it.
 Rows = dict[str, tuple[Tensor, int]]
-_BLOCK, _THIRD, _PARTS_OF = itemgetter(0), itemgetter(2), attrgetter("parts")
+_BLOCK, _THIRD, _PARTS_OF, _IS_CPU = itemgetter(0), itemgetter(2), attrgetter("parts"), attrgetter("is_cpu")
 
 
 def _rows_at(places: Collection[tuple[Tensor, int]], blocks: Mapping[int, Tensor]) -> Tensor:
@@ -235,7 +235,8 @@ class DeviceToHostCopy:
         # of each device the places of its tensors, these, and the event to wait for; None: they are still on the device
         self._groups: list[tuple[list[int], Tensor, Any]] = []
         for device, positions in by_device.items():
-            packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions])
+            wide = accumulator_dtype(device)
+            packed = torch.cat([tensors[p].reshape(-1).to(wide) for p in positions])
             self._groups.append((positions, *copied_to_host(packed)))
 
     def is_ready(self) -> bool:
@@ -431,7 +432,8 @@ class StepBuffer:
 
     def expect_row(self, source: str, name: str) -> None:
         """A row will be merged later, and has its place now: the order of rows is that of the calls."""
-        self._source(source).parts.setdefault(name, [])
+        of = self._sources.get(source) or self._source(source)
+        of.parts.setdefault(name, [])
 
     def drop_parts(self, source: str, name: str) -> None:
         self._source(source).parts.pop(name, None)
@@ -485,8 +487,8 @@ class StepBuffer:
         """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
         if not values.is_cpu:
             self._note_stream(values.device)
-        for key in keys:
-            self._finals.pop(key, None)  # the last ones come last
+        for key in self._finals.keys() & keys:
+            del self._finals[key]  # the last ones come last
         self._finals.update(zip(keys, zip(repeat(values), count()), strict=False))
 
     def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
@@ -781,9 +783,11 @@ class PendingReadback:
         for fact in buffer.noted.values():
             if isinstance(fact, Tensor):
                 facts.append(fact)
-        parts, losses = chain.from_iterable(map(_THIRD, self._parts)), map(_THIRD, buffer.rows)
+        parts, losses = [*chain.from_iterable(map(_THIRD, self._parts))], map(_THIRD, buffer.rows)
+        self._are_stacked = len(parts) > 0 and all(map(_IS_CPU, parts))
+        rows = [torch.stack(parts)] if self._are_stacked else parts
         scalars = chain(reduced.values(), facts, self._flags.values())
-        sent = [*self._blocks.values(), *parts, *scalars, *buffer.extras.values(), *losses]
+        sent = [*self._blocks.values(), *rows, *scalars, *buffer.extras.values(), *losses]
         self.arrival = DeviceToHostCopy(sent, len(self._blocks))  # whoever measures makes new rows
 
     def _reduced(self) -> dict[Key, Tensor]:
@@ -839,7 +843,7 @@ class PendingReadback:
                 found[source] = of.rows.copy()
         if self._parts:
             owners = [number for number, (*_, parts) in enumerate(self._parts) for _ in parts]
-            rows = torch.stack([*islice(host, len(owners))])
+            rows = next(host) if self._are_stacked else torch.stack([*islice(host, len(owners))])
             rows = rows if len(owners) == len(self._parts) else merge_by_group(rows, owners, len(self._parts))
             blocks[id(rows)] = rows
             for row, (source, name, _) in enumerate(self._parts):

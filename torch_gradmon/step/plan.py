@@ -124,6 +124,8 @@ class Registry:
         self._once_overlaid: set[tuple[str, str]] = set()
         #: Source and name of the metrics that are hidden or were in an overlay: their last values may still be on their way.
         self.hidden: set[tuple[str, str]] = set()
+        #: Of the last record with this number of blocks: :attr:`hidden`, the keys of its blocks, and those of them that are hidden.
+        self.hidden_keys: dict[int, tuple[Set[tuple[str, str]], list[Sequence[Key]], frozenset[Key]]] = {}
 
     def make(
         self,
@@ -377,11 +379,11 @@ class SourcePlan:
         return [self.names[position] for position in self.measured if position in self.spread]
 
     @cached_property
-    def applied(self) -> list[tuple[Metric, list[int]]]:
-        found: dict[Metric, list[int]] = {}
+    def applied(self) -> list[tuple[Metric, dict[int, Key]]]:
+        found: dict[Metric, dict[int, Key]] = {}
         for position, metrics in self.functions.items():
             for metric in metrics:
-                found.setdefault(metric, []).append(position)
+                found.setdefault(metric, {})[position] = Key(self.source, self.names[position], metric.name)
         return list(found.items())
 
     @cached_property

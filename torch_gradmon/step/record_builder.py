@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..core import keys as n
@@ -334,7 +335,7 @@ class PendingStep:
             if key.source == n.SUMMARY:
                 first[key] = value
         values = StepValues(Block(tuple(first), tuple(first.values())), *blocks, Block(tuple(custom), tuple(custom.values())))
-        hidden = heads | _hidden(values, registry.hidden) if registry.hidden else heads
+        hidden = _hidden(values, registry, heads) if registry.hidden else heads
         context = {**facts.context, "batch_norms": norms} if norms else facts.context
         of_step = facts.step, time.time(), facts.applied
         return StepRecord(*of_step, values, tables, context, (), hidden, buffer.rng, self.readback.extras), summarised
@@ -397,14 +398,17 @@ class PendingStep:
         return context
 
 
-def _hidden(values: StepValues, unshown: Set[tuple[str, str]]) -> frozenset[Key]:
-    # the metric in a key of attention is the aggregation over heads
-    sources = {source for source, _ in unshown}
-    attention = sources.intersection(n.ATTENTION_SOURCES.values())
-    return frozenset(
-        key
-        for block in values.blocks
-        if not block.table or block.table in sources
-        for key in block.keys
-        if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
-    )
+def _hidden(values: StepValues, registry: Registry, heads: frozenset[Key]) -> frozenset[Key]:
+    """``heads``, and keys of values that no metric shows: with the same blocks the same set, since there may be thousands."""
+    unshown, keys = registry.hidden, [block.keys for block in values.blocks]
+    known = registry.hidden_keys.get(len(keys))
+    if known is None or known[:2] != (unshown, keys):
+        # the metric in a key of attention is the aggregation over heads
+        attention = {source for source, _ in unshown}.intersection(n.ATTENTION_SOURCES.values())
+        found = (
+            key
+            for key in chain.from_iterable(keys)
+            if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
+        )
+        known = registry.hidden_keys[len(keys)] = unshown, keys, frozenset(found)
+    return known[2] | heads if heads else known[2]

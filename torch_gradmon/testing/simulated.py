@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.torch_modes import forget_devices
+from ..statistics.request import PLAIN
 
 NAME = "simulated"
 
@@ -682,6 +683,7 @@ def simulated_device() -> SimulatedDevice:
         raise RuntimeError(f"torch {torch.__version__} has no devices in Python; 2.10 and later have")
     set_up(NAME, backend_module=_Module())
     forget_devices()
+    PLAIN.add(SimulatedTensor)  # tensors of other devices are ordinary ones
     device = SimulatedDevice()
     global _library  # it must stay alive
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
