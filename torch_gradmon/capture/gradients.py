@@ -118,7 +118,6 @@ _GRAD, _VERSION, _FIRST, _TENSOR = attrgetter("grad"), attrgetter("_version"), i
 #: Tensors by position: the id of the only reference to each without a callback, its version, and that reference. Equal where nothing was
 #: replaced, nor written to as far as versions tell; ids come first, because two references would be compared by the tensors' elements.
 _Seen = dict[int, tuple[int, int, "weakref.ref[Tensor]"]]
-_Handed = Sequence[nn.Parameter] | None  # those at the given positions, in their order, from a caller who has them at hand
 
 
 class GradientCapture:
@@ -229,9 +228,9 @@ class GradientCapture:
             self._batches.setdefault(task, []).extend(rows)
         self._buffer.absorb(held)
 
-    def _gradients(self, positions: Collection[int], are_used: bool, handed: _Handed = None) -> tuple[dict[int, Tensor], _Seen]:
+    def _gradients(self, positions: Collection[int], are_used: bool) -> tuple[dict[int, Tensor], _Seen]:
         """By position: as accumulated, or as the optimizer uses them; and how they are now."""
-        parameters = self._parameters.there(positions) if handed is None else dict(zip(positions, handed, strict=True))
+        parameters = self._parameters.there(positions)
         if self._buffer is not None and self._doubtful:
             # a gradient is no sign of it: zero_grad(set_to_none=False) leaves one to a layer that stays frozen
             thawed = (p for p in self._doubtful.intersection(parameters) if parameters[p].requires_grad)
@@ -247,15 +246,13 @@ class GradientCapture:
             versions = [*map(version_of, gradients.values())]
         return gradients, dict(zip(gradients, zip(map(id, references), versions, references, strict=True), strict=True))
 
-    def before_clip(
-        self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None, handed: _Handed = None
-    ) -> None:
+    def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None) -> None:
         """Measure the accumulated gradients, not yet clipped, anew; ``held_for``: keep the values under this key until :meth:`release`."""
         if self._buffer is None:
             return
         plan, target = self._plans[n.GRADIENT_BEFORE_CLIP], self._buffer
         self._scaled |= inverse_scale is not None
-        gradients, seen = self._gradients(positions, False, handed)
+        gradients, seen = self._gradients(positions, False)
         if held_for is not None:
             target = StepBuffer(self._buffer.step, self._measurer.complaints)
             self._held[held_for] = target, seen, list(positions)
@@ -295,13 +292,13 @@ class GradientCapture:
                 self._buffer.absent[source, ""] = reason
             self._seen, self._held = {}, {}
 
-    def after_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, handed: _Handed = None) -> None:
+    def after_clip(self, positions: Sequence[int], inverse_scale: Tensor | None) -> None:
         """Measure the gradients that the optimizer is about to use. Replaces an earlier call's values."""
         if self._buffer is None:
             return
         plan, buffer, is_plain = self._plans[n.GRADIENT], self._buffer, self._source is PLAIN_GRADIENTS
         names = plan.names if len(positions) == len(plan.names) else plan.names_at(positions)
-        gradients, now = self._gradients(positions, True, handed)
+        gradients, now = self._gradients(positions, True)
         if self._has_used:
             # an engine steps one group after the other, and frees the gradients of those before
             buffer.clear(n.GRADIENT, names if is_plain else plan.names_at(sorted(gradients)))
@@ -388,11 +385,11 @@ class ParameterCapture:
         spread = self._plans[n.UPDATE].spread
         return self._measurer.ranks.own_parts(self._live(positions), spread)
 
-    def measure(self, positions: Collection[int], handed: _Handed = None) -> None:
-        """Measure the parameters now, and their difference to the reference model; some are ``handed`` only in plain PyTorch."""
+    def measure(self, positions: Collection[int]) -> None:
+        """Measure the parameters now, and their difference to the reference model."""
         if self._buffer is None:
             return
-        parameters = self._live(positions) if handed is None else dict(zip(positions, handed, strict=True))
+        parameters = self._live(positions)
         self._measurer.measure(Measurement(self._buffer, self._plans[n.PARAMETER], parameters))
         plan = self._plans[n.PARAMETER_DIFFERENCE]
         if plan.empty:

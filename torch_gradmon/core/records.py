@@ -519,12 +519,9 @@ class StepRecord:
     rng: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def values_beside_views(self, among: Mapping[Key, float] | None = None) -> StepValues:
-        """Those of the values, or of those ``among`` them, that do not follow from the tables, which only :class:`StepValues` show; else
-        all, as of a record without tables.
-        """
-        values = self.values if among is None else among
-        return values.rest if self.tables and isinstance(values, StepValues) else StepValues.of(values)
+    def values_beside_views(self) -> StepValues:
+        """Those that do not follow from the tables, which only :class:`StepValues` show; else all, as of a record without tables."""
+        return self.values.rest if self.tables and isinstance(self.values, StepValues) else StepValues.of(self.values)
 
     @property
     def skipped(self) -> str:

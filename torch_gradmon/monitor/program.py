@@ -53,25 +53,23 @@ class StepProgram:
         lifecycle = loop.lifecycle
         self._loop, self._lifecycle, self._state, self.fence = loop, lifecycle, lifecycle.state, lifecycle.fence
         self._values, self._plugins, self._planner = lifecycle.values, lifecycle.plugins, lifecycle.planner
-        self._captures_graph, self._detail, self._watchers = (
-            capture_check(),
-            self._plugins.built_in.detail,
-            self._plugins.watchers,
-        )
+        self._captures_graph, self._watchers = capture_check(), self._plugins.watchers
+        self._audit, self._detail = self._plugins.built_in.audit, self._plugins.built_in.detail
         self.depth: dict[int, int] = {}
         self.left = self._missed = self._forwards = self._thread = 0
         # calls of the model since the last followed step of an optimizer, and the most between two
         self._followed = self._most = 0
         self._due = self._spent = 0.0
         self.is_behind = False
-        self.is_ready, self._until_ready, self._audit = False, AFTER, self._plugins.built_in.audit
+        self.is_ready, self._until_ready = False, AFTER
         self._optimizer, self._key = weakref.ref(optimizer), id(optimizer)
 
     def wake(self) -> None:
         """What is measured may have changed, or which steps are monitored."""
         self.is_ready = False
-        if self.is_behind:
-            self.end_idle()
+        if self.is_behind:  # the audit knows at once what it has missed
+            self.stop()
+            self.catch_up()
 
     # --- idle steps --------------------------------------------------------------------------------------------------------------
 
@@ -93,11 +91,6 @@ class StepProgram:
         self.fence.add_time(self._spent)
         self._spent = 0.0
 
-    def end_idle(self) -> None:
-        """Follow the loop again; the audit knows at once what it has missed."""
-        self.stop()
-        self.catch_up()
-
     def catch_up(self) -> None:
         missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
         self.is_behind = self.left > 0
@@ -111,9 +104,6 @@ class StepProgram:
         if self.is_behind:
             self.catch_up()
         self._followed += 1
-
-    def step_followed(self) -> None:
-        self._most, self._followed = max(self._most, self._followed), 0
 
     # their code and data have left the cache since the last step, so each call and each object counts. Each returns whether that is all,
     # else the loop is followed again
@@ -170,16 +160,14 @@ class StepProgram:
 
     # --- usual steps, inside of the fence ------------------------------------------------------------------------------------------
 
-    def look_again(self) -> None:
-        """A step was followed to its end. It may have been the last one that differs from others."""
+    def step_followed(self) -> None:
+        """A step was followed to its end. It may have been the last one that differs from others: until something wakes, the loop is
+        neither paused nor by hand, and has one optimizer that steps once.
+        """
+        self._most, self._followed, state = max(self._most, self._followed), 0, self._state
         self._until_ready -= 1
-        self.is_ready = self._until_ready <= 0 and self._are_usual()
-
-    def _are_usual(self) -> bool:
-        """From here on as long as nothing wakes: the loop is neither paused nor by hand, and has one optimizer that steps once."""
-        state = self._state
-        is_plain = state.is_plain and state.in_backward.is_settled and not state.patterns.is_first
-        return is_plain and self._loop.optimizer_hooks.are_plain and self._planner.source is PLAIN_GRADIENTS
+        is_plain = state.is_plain and state.in_backward.is_settled and self._until_ready <= 0 and not state.patterns.is_first
+        self.is_ready = is_plain and self._loop.optimizer_hooks.are_plain and self._planner.source is PLAIN_GRADIENTS
 
     def forward_began(self, module: nn.Module) -> None:
         """The model is called."""
@@ -217,8 +205,7 @@ class StepProgram:
             return
         self._plugins.call_one(self._audit, self._audit.on_backward_ended)
         state.count_backward()
-        if captures.modules is not None:
-            captures.modules.backward_ended()
+        loop.pass_ended()
         if progress.backwards < (state.patterns.fewest_backwards or 0) and loop.machine.expects_more():
             return
         if loop.scaler_hooks.scaler is None:

@@ -95,16 +95,7 @@ class Ownership:
         return self._sizes != self._group_sizes()
 
     def _group_sizes(self) -> list[int]:
-        sizes = []
-        for reference in self._references.values():
-            if (optimizer := reference()) is None:
-                continue
-            if self._source is not PLAIN_GRADIENTS:
-                sizes.append(len(self._source.tensors_of(optimizer)))
-            else:
-                for group in optimizer.param_groups:
-                    sizes.append(len(group["params"]))
-        return sizes
+        return [len(group) for optimizer in self.alive() for group in self._source.groups_of(optimizer)]
 
     def shares(self) -> list[tuple[Hashable | None, Optimizer | None, list[int]]]:
         """The positions of each optimizer that exists; under None those that no optimizer has."""
@@ -363,13 +354,12 @@ class FollowedLoop:
 
     def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
         """The optimizer has stepped, unless ``found_inf`` (of a fused optimizer under a GradScaler) is not zero."""
-        self.program.step_followed()
         self._plugins.call_one(self._audit, self._audit.on_optimizer_stepped, optimizer)
         self._plugins.tell("replicas", "on_optimizer_stepped", optimizer)
         if found_inf is not None and not within:
             self.lifecycle.values.note_overflow(found_inf)
         self.machine.step_ended(id(optimizer), within, self.scaler_hooks.in_step)
-        self.program.look_again()
+        self.program.step_followed()
 
     def step_overflowed(self, optimizer: Optimizer) -> None:
         self._plugins.tell("audit", "on_optimizer_overflowed", optimizer)

@@ -340,7 +340,7 @@ class StepLifecycle:
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
         """Begin ``step``; ``is_tentative``: a call in evaluation mode opens it; ``hides_forward``: no hook saw its forward."""
         if self.loop is not None and self.loop.program.is_behind:
-            self.loop.program.end_idle()
+            self.loop.program.wake()
         active = self.active = ActiveStep(step, self.state.stride)
         passes = self.captures.passes
         active.mode = self.mode_of(step)

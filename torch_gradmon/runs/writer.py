@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from ..core.errors import display
 from ..core.keys import PARAMETER_SOURCES, Key
@@ -308,12 +307,15 @@ class RunWriter:
             if isinstance(values, StepValues) and isinstance(known.values, StepValues):
                 values = values.since(known.values)
         rng = rng if record.events and self._spoiled < _SPOILED else {}
-        parts = self._parts(tables, rng) if tables or rng else []
+        found, stored = self._layouts_of(tables) if tables else ([], [])
+        blobs = iter(pack(stored))
+        parts = [(place, *((0, b"") if same_as else next(blobs))) for place, same_as in found]
+        parts += [(self._defined(device), 0, bytes(state.tolist())) for device, state in rng.items()]
         places = tuple(map(itemgetter(0), parts))
         if (layouts := self._layout_sets.get(places)) is None:
             layouts = self._new_layout_set(places)
         rows = (self._rows or self._row_file()).append(f.of_tables(record.step, parts)) if parts else (0, 0)
-        by_key = record.values_beside_views(values).by_key
+        by_key = (values.rest if record.tables and isinstance(values, StepValues) else StepValues.of(values)).by_key
         number, keys = self._key_sets.get(tuple(by_key)) or self._new_key_set(tuple(by_key)) if by_key else (0, ())
         frame = f.StepFrame(
             record.step,
@@ -331,8 +333,9 @@ class RunWriter:
         self._waiting += len(keys)
         self._entries.append((begin, frame.step, frame.time, *rows, layouts, number, frame.flags))
 
-    def _parts(self, tables: Mapping[str, StatsTable], rng: Mapping[str, torch.Tensor]) -> list[tuple[int, int, bytes]]:
-        places, stored = [], []
+    def _layouts_of(self, tables: Mapping[str, StatsTable]) -> tuple[list[tuple[int, str]], list[Any]]:
+        """Where the layout of each table is defined, and the source of the same rows if there is one; and the rows of the others."""
+        places, stored = [], list[Any]()
         for source, table in tables.items():
             rows = table.rows.numpy()
             # tensors of other sources change their size
@@ -344,12 +347,7 @@ class RunWriter:
             places.append((known[1], table.same_as))
             if not table.same_as:
                 stored.append((rows, table.columns, bool(counts)))
-        blobs, parts = iter(pack(stored)), []
-        for place, same_as in places:
-            parts.append((place, *((0, b"") if same_as else next(blobs))))
-        for device, state in rng.items():
-            parts.append((self._defined(device), 0, bytes(state.tolist())))
-        return parts
+        return places, stored
 
     def _defined(self, layout: TableLayout | str) -> int:
         """Where a layout, or the device of a random state, is defined in the file with rows."""

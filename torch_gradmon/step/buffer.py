@@ -811,6 +811,9 @@ class PendingReadback:
         buffer, host = self.buffer, iter(self.arrival.host if self.arrival.is_local else self.arrival.land())
         blocks = dict(zip(self._blocks, host, strict=False))
         tables = self._tables(blocks, host) if buffer._sources else {}
+        after, before = tables.get(GRADIENT), tables.get(GRADIENT_BEFORE_CLIP)
+        if after is not None and before is not None and after.columns >= _WITNESSES:
+            tables[GRADIENT] = _shared(after, before)
         values = dict(zip(self._keys, map(float, host), strict=False))
         facts: dict[str, float] = {}
         for name, fact in buffer.noted.items():
@@ -861,7 +864,4 @@ class PendingReadback:
                 names, rows = tuple(compress(names, some)), rows[some]
             if names:
                 tables[source] = StatsTable(names, rows, of.columns)
-        after, before = tables.get(GRADIENT), tables.get(GRADIENT_BEFORE_CLIP)
-        if after is not None and before is not None and after.columns >= _WITNESSES:
-            tables[GRADIENT] = _shared(after, before)
         return tables
