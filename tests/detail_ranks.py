@@ -14,7 +14,7 @@ import torch_gradmon as gradmon
 from benchmarks.exchange import Collectives
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.cli.main import main
-from torch_gradmon.plugins import live_detail
+from torch_gradmon.runs import detail_request
 
 from .rank_runs import wrapped
 
@@ -36,7 +36,7 @@ def from_outside(rank: int, wrap: str, directory: str, every: int, calls: dict[i
 
     The clock of the mailbox is as good as stopped for none of it: a look is due in every step.
     """
-    period, live_detail.PERIOD = live_detail.PERIOD, 0.0
+    period, detail_request.PERIOD = detail_request.PERIOD, 0.0
     model = wrapped(wrap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     monitor = gradmon.watch(model, optimizer, preset="minimal", every=every, on_spike=None, run_dir=f"{directory}/run")
@@ -58,7 +58,7 @@ def from_outside(rank: int, wrap: str, directory: str, every: int, calls: dict[i
         table = None if record is None else record.tables.get("activation")
         found["activations"].append(None if table is None else table.rows.tolist())
         found["hooks"].append(_hooks(model) - before)
-    live_detail.PERIOD = period
+    detail_request.PERIOD = period
     found["monitored"] = sorted(monitor.get_all_metrics())
     monitor.detach()
     found["complaints"] = monitor.warning_counts()

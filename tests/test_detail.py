@@ -22,11 +22,9 @@ import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.analysis.spike_report import explain
 from torch_gradmon.core.errors import WarningLog
-from torch_gradmon.plugins import live_detail
-from torch_gradmon.plugins.live_detail import RequestFile
 from torch_gradmon.plugins.overhead_budget import OverheadBudget
 from torch_gradmon.runs import detail_request as change
-from torch_gradmon.runs.detail_request import DetailRequest, detail_request, request_text
+from torch_gradmon.runs.detail_request import DetailRequest, RequestFile, detail_request, request_text
 
 from . import loops
 from .reads import HostReads
@@ -81,7 +79,7 @@ class Loop:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run directory is looked into after every step."""
-    monkeypatch.setattr(live_detail, "PERIOD", 0.0)
+    monkeypatch.setattr(change, "PERIOD", 0.0)
 
 
 def put(directory: Path, **arguments: Any) -> None:
@@ -699,7 +697,7 @@ def test_the_file_is_looked_at_once_a_second_and_read_when_it_is_another(tmp_pat
 
 
 def test_a_training_looks_once_a_second_by_a_real_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_detail, "PERIOD", 0.2)
+    monkeypatch.setattr(change, "PERIOD", 0.2)
     loop = Loop(run_dir=tmp_path, every=10**6).go(1)
     looks, stat = [], os.stat
 

@@ -16,7 +16,6 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
 from torch_gradmon.cli.main import main
-from torch_gradmon.plugins import live_detail
 from torch_gradmon.runs import detail_request
 from torch_gradmon.runs import liveness as pulse
 
@@ -158,7 +157,7 @@ class Training:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_detail, "PERIOD", 0.0)
+    monkeypatch.setattr(detail_request, "PERIOD", 0.0)
 
 
 def _said(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> str:
@@ -330,7 +329,7 @@ def test_without_two_records_an_old_one_tells_nothing(tmp_path: Path, monkeypatc
 def test_what_was_asked_for_is_told_before_the_training_has_looked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_detail, "PERIOD", 1e9)
+    monkeypatch.setattr(detail_request, "PERIOD", 1e9)
     training = Training(tmp_path).go(3)
     _said(capsys, 0, tmp_path, "--every", 2, "--for", 7)
     pending = "requested, and not yet read by the training: steps divisible by 2, for 7 steps (number 1)"

@@ -23,7 +23,6 @@ from ..core.records import Chart, Engine, ModelOrder, StepView
 from ..core.torch_modes import is_compiling, outside_dispatch_modes
 from ..plugins.reactions import StepCounts
 from ..plugins.setup_check import Checks
-from ..runs.detail_request import DetailRequest, detail_request
 from ..spikes.detector import SpikeDetector
 from ..statistics.request import DEFAULT_EPS
 from ..step.model_index import GradientSource
@@ -577,6 +576,8 @@ class ModuleMonitor:
         Raises:
             ValueError: nothing to change, or an argument has a wrong value.
         """
+        from ..runs.detail_request import DetailRequest, detail_request  # most runs are not changed while they run
+
         change = detail_request(every, preset, steps, first)
         if reset and change != DetailRequest():
             raise ValueError("reset=True goes back to the settings of the script, and takes no other argument")

@@ -6,7 +6,7 @@ import sys
 import weakref
 from threading import get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,6 @@ from ..core.torch_modes import capture_check
 from ..step.active_step import ActiveStep
 from ..step.model_index import PLAIN_GRADIENTS
 from .plugin_set import WATCHES
-
-if TYPE_CHECKING:
-    from .runtime import FollowedLoop
 
 _has_grad, _running_task = torch.is_grad_enabled, torch._C._current_graph_task_id
 _interpreter, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
@@ -31,7 +28,7 @@ AFTER = 2
 
 class StepProgram:
     """Takes the events of steps that are as usual from the hooks, in place of the step machine and the life cycle of steps, and does what
-    these would do, without their questions.
+    these would do, without their questions. ``loop`` is a ``FollowedLoop`` of runtime.py.
 
     *Idle steps*, behind an idle one in a loop whose habits are known, that are certain to be idle as well are only counted. Each event
     that such a step does not have ends the stretch before the event is handled: from there on the loop is followed as if it had always
@@ -49,7 +46,7 @@ class StepProgram:
         depth: how many calls of each optimizer's step are running, by its id.
     """
 
-    def __init__(self, loop: FollowedLoop, optimizer: Optimizer) -> None:
+    def __init__(self, loop: Any, optimizer: Optimizer) -> None:
         lifecycle = loop.lifecycle
         self._loop, self._lifecycle, self._state, self.fence = loop, lifecycle, lifecycle.state, lifecycle.fence
         self._values, self._plugins, self._planner = lifecycle.values, lifecycle.plugins, lifecycle.planner
@@ -60,8 +57,7 @@ class StepProgram:
         # calls of the model since the last followed step of an optimizer, and the most between two
         self._followed = self._most = 0
         self._due = self._spent = 0.0
-        self.is_behind = False
-        self.is_ready, self._until_ready = False, AFTER
+        self.is_behind, self.is_ready, self._until_ready = False, False, AFTER
         self._optimizer, self._key = weakref.ref(optimizer), id(optimizer)
 
     def wake(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 import time
@@ -16,15 +15,14 @@ from ..capture.hooks import compiled_graphs, is_compiled
 from ..core import keys as n
 from ..core.errors import GradmonWarning
 from ..core.records import Metric
-from ..runs import detail_request as change
-from ..runs.detail_request import DetailRequest
 from ..step.active_step import ActiveStep
 from ..step.planner import OF_MODULES, PRESETS, ExchangePolicy, Planner
 from ..step.plugin import Plugin
 from ..step.ranks import EMPTY_SLOT
 from ..step.summary import Summary
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # most runs are not changed while they run
+    from ..runs.detail_request import DetailRequest, RequestFile
     from .overhead_budget import OverheadBudget
 
 #: The added metrics: one-pass statistics, so the run directory stores them all.
@@ -104,56 +102,6 @@ class PostSpikeDetail(Plugin):
 # --- requests ---
 
 
-#: Seconds between two looks at the file.
-PERIOD = 1.0
-
-
-class RequestFile:
-    """Checks ``tune.json`` at most once a second, and reads it only if it has changed.
-
-    An invalid file does not stop training. Requests for an earlier monitor have another ``session``, and are ignored.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        session: str,
-        warn: Callable[[str, str], None],
-        is_ours: Callable[[], bool] = lambda: True,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._path, self._session = directory / change.FILE_NAME, session
-        self._warn, self._is_ours, self._clock = warn, is_ours, clock
-        self.due = clock()
-        self._seen: tuple[int, ...] | None = None
-        self._last = DetailRequest()
-
-    def look(self) -> DetailRequest | None:
-        now = self._clock()
-        if now < self.due:
-            return None
-        self.due = now + PERIOD
-        if not self._is_ours():
-            return None
-        try:
-            there, before = os.stat(self._path), self._seen
-            self._seen = there.st_mtime_ns, there.st_size, there.st_ino
-            if self._seen == before:
-                return None
-            found, session = change.read(self._path, self._last.number)
-        except (FileNotFoundError, NotADirectoryError):
-            self._seen = None
-            return None
-        except (OSError, ValueError) as error:
-            # only the error's text: strict monitors re-raise an error, but training is not responsible for this file
-            self._warn("tune:file", f"{self._path} is ignored, and training continues unchanged: {error}")
-            return None
-        if session == self._session and found.number >= self._last.number and found != self._last:
-            self._last = found
-            return found
-        return None
-
-
 _COMPILED = (
     "something was compiled, which may be the model, so that modules get no hooks in the middle of the run: a change of detail leaves "
     "activations and attention as the script asked for"
@@ -193,6 +141,8 @@ class LiveDetail(Plugin):
 
     def listen(self, directory: Path) -> None:
         """From now on requests of other processes in the run directory are seen."""
+        from ..runs.detail_request import RequestFile
+
         ranks = self._ranks
         self._file = RequestFile(directory, self._facts["session"], self.context.warn, lambda: ranks.is_first)
         self._facts["listens"] = ranks.is_first
@@ -244,6 +194,8 @@ class LiveDetail(Plugin):
     def _take_broadcast(self) -> None:
         received, self._exchange.received = self._exchange.received, EMPTY_SLOT
         if received[0]:
+            from ..runs.detail_request import DetailRequest
+
             self._agreed = DetailRequest.of_numbers(received)
             self._number = max(self._number, self._agreed.number)
             if self._asked is not None and (not self._ranks.is_first or self._asked.number <= self._agreed.number):

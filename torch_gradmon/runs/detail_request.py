@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,53 @@ def read(path: Path, last: int = 0) -> tuple[DetailRequest, str]:
     if request.number > last + _AHEAD:
         raise ValueError(f"its number {request.number} is far above that of the last one, {last}")
     return request, session
+
+
+#: Seconds between two looks at the file.
+PERIOD = 1.0
+
+
+class RequestFile:
+    """Checks ``tune.json`` at most once a second, and reads it only if it has changed.
+
+    An invalid file does not stop training. Requests for an earlier monitor have another ``session``, and are ignored.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        session: str,
+        warn: Callable[[str, str], None],
+        is_ours: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._session = directory / FILE_NAME, session
+        self._warn, self._is_ours, self._clock = warn, is_ours, clock
+        self.due = clock()
+        self._seen: tuple[int, ...] | None = None
+        self._last = DetailRequest()
+
+    def look(self) -> DetailRequest | None:
+        now = self._clock()
+        if now < self.due:
+            return None
+        self.due = now + PERIOD
+        if not self._is_ours():
+            return None
+        try:
+            there, before = os.stat(self._path), self._seen
+            self._seen = there.st_mtime_ns, there.st_size, there.st_ino
+            if self._seen == before:
+                return None
+            found, session = read(self._path, self._last.number)
+        except (FileNotFoundError, NotADirectoryError):
+            self._seen = None
+            return None
+        except (OSError, ValueError) as error:
+            # only the error's text: strict monitors re-raise an error, but training is not responsible for this file
+            self._warn("tune:file", f"{self._path} is ignored, and training continues unchanged: {error}")
+            return None
+        if session == self._session and found.number >= self._last.number and found != self._last:
+            self._last = found
+            return found
+        return None
