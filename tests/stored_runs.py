@@ -7,7 +7,6 @@ import io
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -66,7 +65,7 @@ def rewritten(
         records = []
         for each in run.records():
             tables = {source: table for source in TENSOR_SOURCES if (table := run.table(source, each.step)) is not None}
-            records.append(record(replace(each, tables=tables)))
+            records.append(record(each._replace(tables=tables)))
     emptied(path)
     store = RunWriter(path, meta)
     for each in records:
@@ -78,6 +77,6 @@ def timed(path: Path, when: Callable[[StepRecord], float]) -> None:
     """Give the steps of a run other times, and take its end away."""
     rewritten(
         path,
-        lambda record: replace(record, time=when(record)),
+        lambda record: record._replace(time=when(record)),
         lambda facts: {name: value for name, value in facts.items() if name != "tune"},
     )

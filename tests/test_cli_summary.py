@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +309,7 @@ def test_the_spikes_of_many_are_the_largest_ones(tmp_path: Path) -> None:
     store = RunWriter(tmp_path)
     for step in range(30):
         events = (SpikeEvent(step, "x", 100.0 - abs(step - 12), 9.0, 5.0, "much", usual=1.0),) if step % 2 else ()
-        store.log(replace(_record(step, 1.0), events=events))
+        store.log(_record(step, 1.0)._replace(events=events))
     store.close()
     summary = summarize(read_run(tmp_path), "x")
     assert ([spike.step for spike in summary.spikes], len(summary.spiked)) == ([5, 7, 9, 11, 13, 15, 17, 19], 15)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def since(first: int, rms: float) -> Callable[[int], float | None]:
 
 def _without(run: History, is_out: Callable[[int], bool]) -> History:
     """The run without the values of some steps."""
-    return History([replace(record, values={}) if is_out(record.step) else record for record in run.records])
+    return History([record._replace(values={}) if is_out(record.step) else record for record in run.records])
 
 
 def rules(run: History) -> list[str]:

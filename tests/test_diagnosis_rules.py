@@ -851,7 +851,7 @@ def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
 def test_a_loss_that_is_not_the_whole_one_is_named(name: str, start: str) -> None:
     run = history(loss=None)
     for step, record in enumerate(run.records):
-        run.records[step] = replace(record, values={Key("", name, ""): 1.0 + step / 20})
+        run.records[step] = record._replace(values={Key("", name, ""): 1.0 + step / 20})
     (finding,) = check_loss(run)
     assert finding.cause.startswith(start)
     assert ("Nothing, if this is the loss of one network" in finding.advice) == (name == "loss_d")
@@ -945,7 +945,7 @@ def test_a_training_that_goes_on_may_be_at_its_end_but_may_not_rise(
 ) -> None:
     begun = history(loss=loss, context=lambda step: {"goes_on": 1.0} if step == 0 else {})
     later = history(loss=loss)
-    later.records = [replace(record, step=record.step + 500) for record in later.records]
+    later.records = [record._replace(step=record.step + 500) for record in later.records]
     for run in (begun, later):
         assert run.is_resumed
         assert run.learning.is_stuck == (severity == "warning")

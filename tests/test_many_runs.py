@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,7 @@ def test_a_run_that_diverged_is_last(root: Path, tmp_path: Path, capsys: pytest.
 def lose(path: Path) -> None:
     """Make the last loss NaN."""
     lost = {Key("", "loss", ""): math.nan}
-    rewritten(path, lambda record: replace(record, values={**record.values, **lost}) if record.step == 79 else record)
+    rewritten(path, lambda record: record._replace(values={**record.values, **lost}) if record.step == 79 else record)
 
 
 def test_status(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,7 +341,7 @@ def test_the_loss_of_one_network_is_named_and_ranks_no_runs(
     for name, loss in (("a", 0.9), ("b", 0.1)):
         shutil.copytree(root / "lr-0.01", tmp_path / name)
         lost = {Key("", "loss_d", ""): loss}
-        rewritten(tmp_path / name, lambda record, lost=lost: replace(record, values={**without_loss(record.values), **lost}))
+        rewritten(tmp_path / name, lambda record, lost=lost: record._replace(values={**without_loss(record.values), **lost}))
     runs = json.loads(output(capsys, "compare", str(tmp_path), "--json"))["runs"]
     assert [(run["name"], run["loss"], run["loss_key"]) for run in runs] == [("a", 0.9, "loss_d"), ("b", 0.1, "loss_d")]
     assert "loss_d: the loss of one network is low where the others lose" in " ".join(

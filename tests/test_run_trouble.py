@@ -15,7 +15,6 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -504,8 +503,8 @@ def test_after_its_files_are_dead_a_run_goes_on_in_new_ones(tmp_path: Path, monk
     append = LogWriter.append
     monkeypatch.setattr(LogWriter, "append", away)
     with pytest.raises(OSError, match="not connected"):
-        writer.log(replace(record, step=1))
+        writer.log(record._replace(step=1))
     for step in range(2, 5):
-        writer.log(replace(record, step=step))
+        writer.log(record._replace(step=step))
     writer.close()
     assert read_run(tmp_path).steps == [0, 2, 3, 4]

@@ -11,7 +11,6 @@ import subprocess
 import textwrap
 import time
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -449,10 +448,10 @@ def test_a_row_of_a_finished_run_and_its_loss_read_2_percent(tmp_path: Path) -> 
     loss, store = Key("", "loss", ""), RunWriter(tmp_path)
     tables = [_large(step, names).tables for step in range(10)]
     for step in range(3000):
-        record = replace(_large(step, names[:1]), tables=tables[step % 10])
+        record = _large(step, names[:1])._replace(tables=tables[step % 10])
         store.log(record)
         late = StepValues.of(record.values).updated({loss: math.sin(step)})
-        store.log(replace(record, values=late), update=True)
+        store.log(record._replace(values=late), update=True)
     store.close()
     for name in (VALUES, ROWS):
         os.utime(tmp_path / name, (1e9, 1e9))
@@ -473,7 +472,7 @@ def test_columns_that_are_zero_everywhere_take_no_bytes(tmp_path: Path) -> None:
         tables.append(StatsTable(names, rows, ALL_COLUMNS))
     store = RunWriter(tmp_path)
     for step, table in enumerate(tables):
-        store.log(replace(_large(step, names), tables={"gradient": table}))
+        store.log(_large(step, names)._replace(tables={"gradient": table}))
         sizes.append((tmp_path / ROWS).stat().st_size)
     store.close()
     assert np.diff(sizes).tolist() == [6 * 400 + 39, 5 * 400 + 39, 400 + 39]  # one column stays at least
@@ -503,7 +502,7 @@ def test_a_later_file_that_takes_long_to_read_holds_no_training_up(tmp_path: Pat
         patch.setattr(writing, "_LOOK_SECONDS", 0.0)  # each look has time for one read of each file
         for _ in range(3):
             writer._looked = -math.inf
-            writer.log(replace(record, step=record.step + 1))
+            writer.log(record._replace(step=record.step + 1))
     assert reads[0] <= 3 * 2 * writing._SUCCESSORS
     writer.close()
 

@@ -6,10 +6,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import compress, filterfalse, takewhile
 from operator import attrgetter, is_
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -491,8 +492,7 @@ class StatsTable:
         return self.rows.sum(0).tolist()
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One monitored step.
 
     Attributes:
@@ -512,12 +512,12 @@ class StepRecord:
     time: float
     applied: bool
     values: Mapping[Key, float]
-    tables: Mapping[str, StatsTable] = field(default_factory=dict)
-    context: Mapping[str, Any] = field(default_factory=dict)
+    tables: Mapping[str, StatsTable] = MappingProxyType({})
+    context: Mapping[str, Any] = MappingProxyType({})
     events: tuple[SpikeEvent, ...] = ()
     hidden: frozenset[Key] = frozenset()
-    rng: Mapping[str, Tensor] = field(default_factory=dict)
-    extras: Mapping[str, Tensor] = field(default_factory=dict)
+    rng: Mapping[str, Tensor] = MappingProxyType({})
+    extras: Mapping[str, Tensor] = MappingProxyType({})
 
     def values_beside_views(self) -> StepValues:
         """Those that do not follow from the tables, which only :class:`StepValues` show; else all, as of a record without tables."""

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -479,14 +478,14 @@ class RecordHistory:
         return step in self._records
 
     def keep(self, record: StepRecord) -> None:
-        known = self._records[record.step] = replace(record, tables={}, rng={})
+        known = self._records[record.step] = record._replace(tables={}, rng={})
         if len(self._records) > self._length:
             self._records.popitem(last=False)
         self.sample.keep(known, record.tables)
 
     def backfill(self, record: StepRecord) -> None:
         self._suspects.gradients.backfill(record.step, record.tables)
-        self._backfilled[record.step] = replace(record, tables={})
+        self._backfilled[record.step] = record._replace(tables={})
         if len(self._backfilled) > self._length:
             self._backfilled.popitem(last=False)
 
@@ -543,8 +542,8 @@ class RecordSample:
 
     def records(self) -> list[StepRecord]:
         """In the order of steps, without the values that follow from tables, which may be thousands."""
-        records = [replace(record, tables=tables) for _, (record, tables) in sorted(self._known.items())]
-        return [replace(record, values=record.values_beside_views()) for record in records]
+        records = [record._replace(tables=tables) for _, (record, tables) in sorted(self._known.items())]
+        return [record._replace(values=record.values_beside_views()) for record in records]
 
 
 # --- The way of a monitored step's record through its consumers ---
@@ -739,7 +738,7 @@ class RecordPipeline:
     def _amend(self, values: Mapping[Key, float]) -> None:
         if self.last is not None:
             self._is_finished, self._added = False, values
-            self._pass_on(replace(self.last, values=StepValues.of(self.last.values).updated(values)), amends=True)
+            self._pass_on(self.last._replace(values=StepValues.of(self.last.values).updated(values)), amends=True)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
         recorder = self._plugins.built_in.recorder
@@ -749,7 +748,7 @@ class RecordPipeline:
             pending.tags.update(tags)
         elif self.last is not None:
             context = {**self.last.context, "tags": {**self.last.context.get("tags", {}), **tags}}
-            self._pass_on(replace(self.last, context=context), amends=True)
+            self._pass_on(self.last._replace(context=context), amends=True)
 
     # --- the end of the last record ------------------------------------------------------------------------------------------
 

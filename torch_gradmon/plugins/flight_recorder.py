@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..core.records import StepRecord
@@ -91,7 +90,7 @@ class FlightRecorder(Plugin):
         pending = [_pending(recorded) for recorded, _ in kept]
         records = [each.record(self._summary.of_one_step(), LayerSelection(None), self._registry)[0] for each in pending]
         return [
-            replace(record, time=ended, context={**record.context, "monitored": False})
+            record._replace(time=ended, context={**record.context, "monitored": False})
             for record, (_, ended) in zip(records, kept, strict=True)
             if record.tables or record.values
         ]

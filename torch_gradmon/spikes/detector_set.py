@@ -360,7 +360,7 @@ class DetectorSet:
             if scores or events:
                 events = self._explained(events, record) if events else events
                 known = StepValues.of(record.values).updated(scores)
-                record = replace(record, values=known, events=(*record.events, *events))
+                record = record._replace(values=known, events=(*record.events, *events))
         except Exception as error:  # the record must not be lost for it
             self._complaints.add("internal:judge", f"step {record.step} could not be judged", error)
             return record, []
@@ -425,7 +425,7 @@ class DetectorSet:
         events = self._with_causes(record.events, record, math.inf, loss)
         if any(map(self.follow_up.is_new, infinite)) and events[0].where != record.events[0].where:
             self.follow_up.added.append(f"step {record.step}: {events[0].where}")
-        return replace(record, events=tuple(events))
+        return record._replace(events=tuple(events))
 
     # --- what is watched -----------------------------------------------------------------------------------------------------------
 
