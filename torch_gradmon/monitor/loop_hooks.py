@@ -247,7 +247,7 @@ class OptimizerHooks:
                 self._wrapped.append(_WrappedStep(outer, "step", weakly(self._wrapper_called, weakref.ref(inner))))
         self._handles = Handles()
         self._around_last: dict[int, StepHook] = {}  # the wrapper of the last hook before each optimizer's step
-        over = functools.partial(self._fence.run, self.ended)
+        over = functools.partial(self._fence.run, self.step_ended)
         self._shielded: dict[str, StepHook] = {"called": self._step_called, "before": self._before, "after": over}
         kept = loop, container
         for optimizer in loop.ownership.alive():
@@ -333,7 +333,7 @@ class OptimizerHooks:
             if not self._in_wrapper[id(optimizer)]:
                 has_stepped = id(optimizer) in self._stepped_inside
                 self._stepped_inside.discard(id(optimizer))
-                self._fence.run(self.ended if has_stepped else self._loop.wrapper_ended, optimizer)
+                self._fence.run(self.step_ended if has_stepped else self._loop.wrapper_ended, optimizer)
 
     # --- before the step -----------------------------------------------------------------------------------------------------
 
@@ -366,9 +366,9 @@ class OptimizerHooks:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._program.left and self._program.idle_step_began(optimizer, args, kwargs):
             return None
-        return self._fence.run(self.began, optimizer, args, kwargs)
+        return self._fence.run(self.step_began, optimizer, args, kwargs)
 
-    def began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
         self._is_odd |= depth > 1
         if depth > 1:  # a subclass whose step calls super().step fires the hooks twice
@@ -409,7 +409,7 @@ class OptimizerHooks:
 
     # --- after the step ------------------------------------------------------------------------------------------------------
 
-    def ended(self, optimizer: Optimizer, *_: object) -> None:
+    def step_ended(self, optimizer: Optimizer, *_: object) -> None:
         depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)
         if self._in_wrapper[id(optimizer)] and not depth:
             self._stepped_inside.add(id(optimizer))
@@ -764,13 +764,13 @@ class ModelHooks:
         self._handles.remove()
 
     def _forward_hook(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        self._fence.run(self.called, module, True)
+        self._fence.run(self.model_called, module, True)
 
     def root_called(self, module: nn.Module) -> None:
         """The root is called, as another hook on it reports. Idempotent."""
-        self._fence.run(self.called, module, False)
+        self._fence.run(self.model_called, module, False)
 
-    def called(self, module: nn.Module, by_own_hook: bool) -> None:
+    def model_called(self, module: nn.Module, by_own_hook: bool) -> None:
         if self._optimizers.may_skip and module.training and _running_task() == -1 and self._loop.machine.moves_buffers():
             self._loop.lifecycle.plugins.tell("policy", "before_forward", module)
         if self.forward_began(module, by_own_hook) and by_own_hook:

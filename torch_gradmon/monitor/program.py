@@ -176,7 +176,7 @@ class StepProgram:
         if state.is_open:
             is_usual = is_usual and not (progress.is_attempted or progress.begun or progress.done or progress.is_tentative)
         if not is_usual or state.step is None or (not state.is_open and step <= state.step):
-            self._loop.model_hooks.called(module, True)
+            self._loop.model_hooks.model_called(module, True)
             return
         self.depth.clear()
         if hooks.may_skip and not state.is_open:
@@ -218,7 +218,7 @@ class StepProgram:
         is_usual = is_usual and not (loop.backward_hooks.awaited or self.fence.is_captured or args[1:] or kwargs)
         is_usual = is_usual and not self.depth.get(key) and getattr(optimizer, "grad_scale", None) is None
         if not is_usual or active is None or active.buffer is None:
-            return loop.optimizer_hooks.began(optimizer, args, kwargs)
+            return loop.optimizer_hooks.step_began(optimizer, args, kwargs)
         self.depth[key] = 1
         if self.is_behind:
             self.catch_up()
@@ -246,7 +246,7 @@ class StepProgram:
         is_usual = state.is_open and not progress.is_attempted and progress.begun == progress.done == {key}
         is_usual = is_usual and self.depth.get(key) == 1 and not loop.optimizer_hooks.holds.held and _running_task() == -1
         if not is_usual or active is None or active.buffer is None or getattr(optimizer, "found_inf", None) is not None:
-            loop.optimizer_hooks.ended(optimizer)
+            loop.optimizer_hooks.step_ended(optimizer)
             return
         self.depth[key] = 0
         self._most, self._followed = max(self._most, self._followed), 0
