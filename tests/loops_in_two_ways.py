@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.core.records import StepView
+from torch_gradmon.core.records import StepRecord, StepView
 from torch_gradmon.monitor import steps
 from torch_gradmon.monitor.runtime import FollowedLoop
 from torch_gradmon.sinks import delivery
@@ -291,6 +291,8 @@ def plain(x: Any) -> Any:
         return x.detach().clone()
     if isinstance(x, StepView):
         x = {name: getattr(x, name) for name in dir(x)} | {"top": x.top_gradients(3)}
+    elif isinstance(x, StepRecord):
+        x = {name: value for name, value in x._asdict().items() if name != "time"}
     elif is_dataclass(x) and not isinstance(x, type):
         x = {each.name: getattr(x, each.name) for each in fields(x) if each.name != "time"}
     if isinstance(x, Mapping):
