@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, redirect_stderr
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ def varied(made: tuple[StepRecord, StepRecord], number: int) -> tuple[StepRecord
     ]
     logged = {key: value * chance.uniform(0.9, 1.1) for key, value in StepValues.of(late.values).since(before).items()}
     values = StepValues(*blocks)
-    return replace(step, step=number, values=values), replace(late, step=number, values=values.updated(logged))
+    return step._replace(step=number, values=values), late._replace(step=number, values=values.updated(logged))
 
 
 class Database:
@@ -138,7 +137,7 @@ def reading(made: Sequence[tuple[StepRecord, StepRecord]], steps: int, times: in
         store = RunWriter(place)
         began = time.time() - 1e5 - steps
         for number in range(steps):
-            step, late = (replace(each, time=began + number) for each in varied(made[number % len(made)], number))
+            step, late = (each._replace(time=began + number) for each in varied(made[number % len(made)], number))
             store.log(step)
             store.log(late, update=True)
         size = sum(file.stat().st_size for file in Path(place).iterdir())
@@ -168,7 +167,7 @@ def reading(made: Sequence[tuple[StepRecord, StepRecord]], steps: int, times: in
                 found[name] = {"ms": spread(taken), "megabytes": (count.total() - before) / times / 1e6}
             followed, before = [], count.total()
             for number in range(steps, steps + 50 * times):
-                store.log(replace(made[number % len(made)][0], step=number, time=time.time()))
+                store.log(made[number % len(made)][0]._replace(step=number, time=time.time()))
                 start = time.process_time()
                 run.refresh()
                 _ = run.record(number).metrics
