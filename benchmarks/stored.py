@@ -88,7 +88,7 @@ class Database:
     def log(self, record: StepRecord, update: bool = False) -> None:
         """One commit."""
         tables = {} if update else {source: table for source, table in record.tables.items() if not table.same_as}
-        values = record.values_beside_views(record.values).by_key
+        values = record.values_beside_views().by_key
         blobs = pack([(table.rows.numpy(), table.columns, True) for table in tables.values()])
         row = record.step, record.time, np.array(list(values.values())).tobytes(), json.dumps(record.context)
         self._base.execute("BEGIN")
