@@ -283,3 +283,21 @@ def test_metrics_by_key_need_no_dict_of_keys() -> None:
         last = monitor._runtime.pipeline.last
         assert isinstance(last.values, StepValues)
         assert last.values._by_key is None
+
+
+@pytest.mark.parametrize("has_directory", [True, False])
+def test_a_number_that_no_float_holds_costs_only_itself(has_directory: bool, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, run_dir=tmp_path if has_directory else None)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(3, 2)).sum().backward()
+        optimizer.step()
+        if step == 2:
+            with pytest.warns(match="a value of x is lost"):
+                monitor.log_scalar("x", 10**400)
+        else:
+            monitor.log_scalar("x", step)
+    assert monitor.get_step_metrics()["x"] == 3.0
+    monitor.detach()

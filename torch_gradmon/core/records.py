@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import compress, filterfalse, takewhile
 from operator import attrgetter, is_
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -512,12 +511,12 @@ class StepRecord(NamedTuple):
     time: float
     applied: bool
     values: Mapping[Key, float]
-    tables: Mapping[str, StatsTable] = MappingProxyType({})
-    context: Mapping[str, Any] = MappingProxyType({})
+    tables: Mapping[str, StatsTable] = {}
+    context: Mapping[str, Any] = {}
     events: tuple[SpikeEvent, ...] = ()
     hidden: frozenset[Key] = frozenset()
-    rng: Mapping[str, Tensor] = MappingProxyType({})
-    extras: Mapping[str, Tensor] = MappingProxyType({})
+    rng: Mapping[str, Tensor] = {}
+    extras: Mapping[str, Tensor] = {}
 
     def values_beside_views(self) -> StepValues:
         """Those that do not follow from the tables, which only :class:`StepValues` show; else all, as of a record without tables."""

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -522,6 +523,8 @@ class RecordSample:
 
     def keep(self, record: StepRecord, tables: Mapping[str, StatsTable]) -> None:
         """Take ``record``, in place of one of its step, and its ``tables``."""
+        if tables and isinstance(record.values, StepValues) and any(map(itemgetter(2), record.values.blocks)):
+            record = record._replace(values=record.values.rest)  # those that follow from tables may be thousands
         self._known[record.step] = record, tables
         size = 0
         for table in tables.values():
@@ -541,9 +544,8 @@ class RecordSample:
         self._known = {known: record for known, record in self._known.items() if known < step}
 
     def records(self) -> list[StepRecord]:
-        """In the order of steps, without the values that follow from tables, which may be thousands."""
-        records = [record._replace(tables=tables) for _, (record, tables) in sorted(self._known.items())]
-        return [record._replace(values=record.values_beside_views()) for record in records]
+        """In the order of steps, without the values that follow from tables."""
+        return [record._replace(tables=tables) for _, (record, tables) in sorted(self._known.items())]
 
 
 # --- The way of a monitored step's record through its consumers ---

@@ -92,7 +92,7 @@ class ValueLog:
             if has_modes or not value.is_cpu or value.numel() != 1 or value.dtype not in _REAL:
                 return False
             value = value.item()
-        elif type(value) is not float and type(value) is not int:
+        elif type(value) is not float and (type(value) is not int or value.bit_length() > 1000):  # which no float holds
             return False
         number = value + 0.0  # a mean is never a negative zero
         step = self._step_of(key)
