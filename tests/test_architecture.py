@@ -230,7 +230,8 @@ def _held(start: object) -> list[object]:
     while waiting:
         if id(each := waiting.pop()) not in seen:
             seen[id(each)] = each
-            if type(each).__module__.startswith(home) or isinstance(each, (dict, list, tuple, set, frozenset, deque)):
+            is_container = isinstance(each, (dict, list, tuple, set, frozenset, deque)) and not isinstance(each, StepRecord)
+            if is_container or type(each).__module__.startswith(home):
                 waiting += gc.get_referents(each)
     return list(seen.values())
 
