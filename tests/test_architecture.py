@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.core.records import StepRecord
 from torch_gradmon.monitor.machine import StepMachine
 
 from .reads import HostReads
