@@ -365,6 +365,7 @@ def difference(case: Case, counts: Counter[str], around: Any = contextlib.nullco
     """Where the two ways differ; ``around`` the second."""
     found = []
     gc.disable()  # what is collected in the middle of a run would be so in one of them only
+    torch.set_warn_always(True)  # and what torch tells once in a process
     try:
         with tempfile.TemporaryDirectory() as place:
             for way, after, context in (("general", sys.maxsize, contextlib.nullcontext), ("programs", case.after, around)):
@@ -372,6 +373,7 @@ def difference(case: Case, counts: Counter[str], around: Any = contextlib.nullco
                     found.append(outcome(case, Path(place) / "loop"))
     finally:
         gc.enable()
+        torch.set_warn_always(False)
     return differences(*found)
 
 
