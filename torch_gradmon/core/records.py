@@ -190,7 +190,7 @@ class KeyFormatter:
         self._layout: dict[str, float] = {}  # its keys; filling a copy is faster than a new dict
 
     def __call__(self, values: Mapping[Key, float]) -> dict[str, float]:
-        blocks, last = values.blocks if isinstance(values, StepValues) else in_blocks(values), self._of_block
+        blocks, last = in_blocks(values), self._of_block
         is_new, texts_of = len(blocks) != len(last), []
         for place, (keys, *_) in enumerate(blocks):
             known, texts = last[place] if place < len(last) else ((), [])

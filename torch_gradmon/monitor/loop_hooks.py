@@ -649,9 +649,8 @@ class BackwardHooks:
         if not self._in_backward.is_settled or self._in_backward.known:
             self._fence.run(self._expect_step, position)
         node = torch._C._current_autograd_node()
-        if node is None or will_run(
-            node
-        ):  # else the pass returns the gradient, as torch.autograd.grad does, and accumulates nothing
+        # a pass that returns the gradient, as torch.autograd.grad does, accumulates nothing
+        if node is None or will_run(node):
             self.await_end()
         else:
             self._remember(_running_task())

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -523,8 +522,8 @@ class RecordSample:
 
     def keep(self, record: StepRecord, tables: Mapping[str, StatsTable]) -> None:
         """Take ``record``, in place of one of its step, and its ``tables``."""
-        if tables and isinstance(record.values, StepValues) and any(map(itemgetter(2), record.values.blocks)):
-            record = record._replace(values=record.values.rest)  # those that follow from tables may be thousands
+        if tables and isinstance(record.values, StepValues):  # those that follow from tables may be thousands
+            record = record._replace(values=record.values.rest)
         self._known[record.step] = record, tables
         size = 0
         for table in tables.values():

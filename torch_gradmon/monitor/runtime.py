@@ -242,10 +242,10 @@ class FollowedLoop:
 
     def leave_unused(self, buffer: StepBuffer) -> None:
         """The step ends. Gradients of optimizers that did not step in it are of the steps that use them, if any do."""
-        index, order, leads = self._planner.inventory, self.ownership.order, self.state.leads
-        if self.backward_hooks.awaited and not (leads or buffer.names_of(GRADIENT_BEFORE_CLIP) <= buffer.used):
+        index, order = self._planner.inventory, self.ownership.order
+        if self.backward_hooks.awaited and not (self.state.leads or buffer.names_of(GRADIENT_BEFORE_CLIP) <= buffer.used):
             buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
-        if len(order) == 1 or index is None or not leads:
+        if len(order) == 1 or index is None or not self.state.leads:
             return
         owned = (self.ownership.owned.get(each) for each in order)
         # an optimizer uses all or none; one that shares parameters may have the first ones in common
@@ -358,8 +358,10 @@ class FollowedLoop:
         self._plugins.tell("replicas", "on_optimizer_stepped", optimizer)
         if found_inf is not None and not within:
             self.lifecycle.values.note_overflow(found_inf)
-        self.machine.step_ended(id(optimizer), within, self.scaler_hooks.in_step)
-        self.program.step_followed()
+        try:
+            self.machine.step_ended(id(optimizer), within, self.scaler_hooks.in_step)
+        finally:  # where a spike raises
+            self.program.step_followed()
 
     def step_overflowed(self, optimizer: Optimizer) -> None:
         self._plugins.tell("audit", "on_optimizer_overflowed", optimizer)

@@ -14,7 +14,7 @@ from ..core.errors import WarningLog
 from ..core.formatting import factor_text, times
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
 from ..core.moments import Column
-from ..core.records import SpikeEvent, StatsTable, StepRecord, StepValues, loss_in
+from ..core.records import SpikeEvent, StepRecord, StepValues, loss_in
 from ..step.summary import KEY_DOCUMENTATION, Summary, not_applied
 from .detector import SpikeDetector, Verdict
 from .hampel import LEAST
@@ -250,9 +250,7 @@ class DetectorSet:
         """
         if self.detectors:
             self.history.gradients.add(record.step, record.tables)
-            table = record.tables.get(GRADIENT_BEFORE_CLIP, record.tables.get(GRADIENT))
-            if table is not None and table.names != self._names:
-                self._compare_like_with_like(table)
+            self._compare_like_with_like(record)
         counts = record.applied or bool(record.skipped)  # a step that overflowed is the scaler's affair
         if (self.follow_up.rejected or not counts) and not record.interrupted:
             self.follow_up.step_ended(applied=counts)
@@ -264,10 +262,13 @@ class DetectorSet:
         else:
             absent[SUMMARY, "spike_score"] = not_applied(record.context)
 
-    def _compare_like_with_like(self, table: StatsTable) -> None:
+    def _compare_like_with_like(self, record: StepRecord) -> None:
         """Let whole-model values begin anew if parameters that never had a gradient before, as those of a network that begins late or of
         layers that were frozen, make most of it: so much that the norm without them would not be as high as a spike.
         """
+        table = record.tables.get(GRADIENT_BEFORE_CLIP, record.tables.get(GRADIENT))
+        if table is None or table.names == self._names:
+            return
         new = [row for row, name in enumerate(table.names) if name not in self._had_gradients]
         is_first, self._names = not self._had_gradients, table.names
         self._had_gradients.update(table.names)
@@ -282,9 +283,7 @@ class DetectorSet:
     def predict(self, record: StepRecord, whole: Mapping[str, float]) -> list[SpikeEvent]:
         """The events that :meth:`detect` will find in the values known so far. Nothing is learned."""
         events: list[SpikeEvent] = []
-        table = record.tables.get(GRADIENT_BEFORE_CLIP, record.tables.get(GRADIENT))
-        if table is not None and table.names != self._names:
-            self._compare_like_with_like(table)
+        self._compare_like_with_like(record)
         self.predicted = set()
         for name, detector in list(self.detectors.items()):
             try:
