@@ -162,7 +162,7 @@ def diagnose(runtime: Runtime) -> Diagnosis:
 
 
 def words(runtime: Runtime) -> Iterator[str]:
-    module = runtime.planner.module
+    module = runtime.planner.module()
     count = len(runtime.planner.registry.metrics)
     yield "nothing" if module is None else type(module).__name__
     yield "1 metric" if count == 1 else f"{count} metrics"

@@ -426,11 +426,11 @@ class OptimizerHooks:
 
 
 class ScalerHooks:
-    """Reports what the scaler does, and knows which gradients it has scaled. ``in_step``: the scaler's ``step`` is running."""
+    """Reports what the scaler does; ``scales`` knows which gradients it has scaled. ``in_step``: the scaler's ``step`` is running."""
 
     def __init__(self, loop: Any, scaler: GradScaler | None) -> None:
         self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
-        self._scales = GradScale(self._optimizers.around)
+        self.scales = GradScale(self._optimizers.around)
         self._wrapped: list[WrappedMethod] = []
         self.called: set[int] = set()  # ids of optimizers that have stepped; a wrapper around one may have omitted its step
         self.in_step = False
@@ -438,13 +438,9 @@ class ScalerHooks:
             self._adopt(scaler)
 
     def _adopt(self, scaler: GradScaler) -> None:
-        self._scales.scaler = scaler
+        self.scales.scaler = scaler
         around = {"step": self._step, "update": self._update, "scale": self._scale, "unscale_": self._unscale}
         self._wrapped += [WrappedMethod(scaler, name, weakly(method)) for name, method in around.items()]
-
-    @property
-    def scaler(self) -> GradScaler | None:
-        return self._scales.scaler
 
     def remove(self) -> None:
         for wrapped in reversed(self._wrapped):
@@ -453,9 +449,9 @@ class ScalerHooks:
 
     def inverse_scale(self, optimizer: Optimizer | None) -> Tensor | None:
         """The factor that unscales the gradients of ``optimizer``, as a device tensor; None if they are unscaled."""
-        if self._scales.scaler is None and getattr(optimizer, "grad_scale", None) is None:
+        if self.scales.scaler is None and getattr(optimizer, "grad_scale", None) is None:
             return None
-        return self._scales.inverse(optimizer, stepping=self._optimizers.is_stepping(optimizer))
+        return self.scales.inverse(optimizer, stepping=self._optimizers.is_stepping(optimizer))
 
     def step_began(self, optimizer: Optimizer, takes_values: bool) -> None:
         """The optimizer is about to step, and only now its scaler is certain.
@@ -463,11 +459,14 @@ class ScalerHooks:
         An unknown scaler matters where the step ``takes_values``, and the search costs more than all else in a step that does not.
         """
         self.called.add(id(optimizer))
-        if not takes_values and self._scales.scaler is None:
+        if not takes_values and self.scales.scaler is None:
             return
-        reason = self._scales.mistake(optimizer, calling := calling_scaler())
+        calling = calling_scaler()
+        if calling is None and self.scales.scaler is None:
+            return
+        reason = self.scales.mistake(optimizer, calling)
         if reason is not None:
-            if self._scales.scaler is None and calling is not None:
+            if self.scales.scaler is None and calling is not None:
                 self._adopt(calling)
             self._loop.forget_scaled(reason)
 
@@ -498,7 +497,7 @@ class ScalerHooks:
         self._tell("on_unscaled", self._optimizers.inside(optimizer))
 
     def _update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        scaler, lifecycle = self._scales.scaler, self._loop.lifecycle
+        scaler, lifecycle = self.scales.scaler, self._loop.lifecycle
         # the scaler must not count a skipped attempt; a scale that the loop itself sets remains
         is_held = lifecycle.is_skipped and not (args or kwargs)
         before = ScalerAsItWas(scaler) if is_held and scaler is not None else None
@@ -572,6 +571,7 @@ class BackwardHooks:
     def __init__(self, loop: Any) -> None:
         self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
         self._in_backward: StepsInBackward = loop.state.in_backward
+        self._program: StepProgram = loop.program
         self._handles = Handles()
         self._places: Sequence[Place] = ()
         self._tensors: list[int | None] = []  # the tensor in each place when hooks were registered
@@ -706,7 +706,7 @@ class BackwardHooks:
 
     def _ended(self, task: int) -> None:
         self.awaited.discard(task)
-        if not self._optimizers.in_closure:
+        if not self._optimizers.in_closure and (self._program.depth or self._optimizers.holds.held):
             self._optimizers.heal()
         self._is_over = True
         try:
@@ -717,8 +717,8 @@ class BackwardHooks:
     def _report_end(self) -> None:
         # at the end of a pass a running node belongs to an outer one, as in re-entrant checkpoints
         is_nested = torch._C._current_autograd_node() is not None
-        if self._loop.program.is_ready and not is_nested:
-            self._loop.program.backward_ended()
+        if self._program.is_ready and not is_nested:
+            self._program.backward_ended()
         else:
             self._loop.backward_ended(is_nested)
         if not is_nested:
@@ -773,7 +773,8 @@ class ModelHooks:
         if self._optimizers.may_skip and module.training and _running_task() == -1 and self._loop.machine.moves_buffers():
             self._loop.lifecycle.plugins.tell("policy", "before_forward", module)
         if self.forward_began(module, by_own_hook) and by_own_hook:
-            self._loop.lifecycle.captures.training_began()
+            captures = self._loop.lifecycle.captures
+            captures.passes.training_began(captures.modules is not None and captures.modules.hooks.on_root)
 
     def forward_began(self, module: nn.Module, counts: bool) -> bool:
         """Report a training forward, and no evaluation or recomputation; whether it is one. ``counts``: nothing else reports it."""

@@ -85,7 +85,7 @@ def clip_gradients(
     error_if_nonfinite: bool,
     exact: bool | None,
 ) -> Tensor:
-    source, inventory, module = runtime.planner.source, runtime.planner.inventory, runtime.planner.module
+    source, inventory, module = runtime.planner.source, runtime.planner.inventory, runtime.planner.module()
     if source.outer is not None or (not source.is_pipeline and source is not PLAIN_GRADIENTS and inventory and inventory.spread):
         raise ValueError(
             "monitor.clip_grad_norm_ does not know the norm of gradients that an engine has in parts: clip as the engine does, by "

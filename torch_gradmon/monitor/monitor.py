@@ -208,7 +208,7 @@ class ModuleMonitor:
     def _introduce(self) -> None:
         runtime, planner = self._runtime, self._runtime.planner
         runtime.owner = self  # an attached runtime keeps the monitor for modules with MonitorMixin
-        if planner.module is None:
+        if planner.module() is None:
             return
         runtime.warn_of_idle(planner.registry.metrics)
         assert planner.inventory is not None
@@ -229,7 +229,7 @@ class ModuleMonitor:
             ValueError: there is a module already, or metrics of one name overlap on this one.
         """
         check.module(module)
-        watched = self._runtime.planner.module
+        watched = self._runtime.planner.module()
         if watched is not None:
             raise ValueError(
                 f"this monitor is one of a {type(watched).__name__} already; make another ModuleMonitor for another model"
@@ -240,7 +240,7 @@ class ModuleMonitor:
     @property
     def module(self) -> nn.Module | None:
         """The watched model while it is alive; None before :meth:`set_module`."""
-        return self._runtime.planner.module
+        return self._runtime.planner.module()
 
     @property
     def module_names(self) -> dict[nn.Module, str]:
@@ -273,7 +273,7 @@ class ModuleMonitor:
             TypeError: neither a module nor ``"init"``.
             ValueError: the watched model itself, no model to copy, or a model that cannot be copied.
         """
-        watched = self._runtime.planner.module
+        watched = self._runtime.planner.module()
         if isinstance(module, str):
             check.one_of("module", module, ("init",))
             if watched is None:
@@ -620,7 +620,7 @@ class ModuleMonitor:
         self._runtime.mark = None
         _SENDERS.discard(self._runtime)
         self._runtime.detach()
-        module = self._runtime.planner.module
+        module = self._runtime.planner.module()
         for child in () if module is None else module.modules():
             unlink(child)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..core.keys import OPTIMIZER, UPDATE
 from ..core.torch_modes import capture_check
 from ..step.active_step import ActiveStep
 from ..step.model_index import PLAIN_GRADIENTS
@@ -191,7 +192,8 @@ class StepProgram:
             state.open(step, is_tentative=False)
             lifecycle.open(step, is_tentative=False, hides_forward=False)
         patterns.called_in_training = True
-        lifecycle.captures.training_began()
+        modules = lifecycle.captures.modules
+        lifecycle.captures.passes.training_began(modules is not None and modules.hooks.on_root)
 
     def backward_ended(self) -> None:
         """A backward pass is over that is no part of another one."""
@@ -201,10 +203,11 @@ class StepProgram:
             return
         self._plugins.call_one(self._audit, self._audit.on_backward_ended)
         state.count_backward()
-        loop.pass_ended()
+        if captures.modules is not None:
+            captures.modules.backward_ended()
         if progress.backwards < (state.patterns.fewest_backwards or 0) and loop.machine.expects_more():
             return
-        if loop.scaler_hooks.scaler is None:
+        if loop.scaler_hooks.scales.scaler is None:
             captures.gradients.before_clip(loop.ownership.all_positions, None)
         else:
             loop.measure_before_clip()
@@ -229,8 +232,10 @@ class StepProgram:
         loop.annotate(key, turns=0, is_first=False)
         progress.parameters_measured = True
         captures.parameters.measure(ownership.all_positions)
-        captures.parameters.before_step(ownership.all_positions, as_measured=True)
-        captures.gradients.after_clip(ownership.owned[key], loop.scaler_hooks.inverse_scale(optimizer))
+        if not active.plans[UPDATE].empty:
+            captures.parameters.before_step(ownership.all_positions, as_measured=True)
+        scale = None if loop.scaler_hooks.scales.scaler is None else loop.scaler_hooks.inverse_scale(optimizer)
+        captures.gradients.after_clip(ownership.owned[key], scale)
         if ownership.unowned:
             loop.measure_unowned()
         is_skipped = loop.optimizer_hooks.may_skip and loop.machine.decide(key)
@@ -245,6 +250,7 @@ class StepProgram:
         progress, patterns = state.progress, state.patterns
         is_usual = state.is_open and not progress.is_attempted and progress.begun == progress.done == {key}
         is_usual = is_usual and self.depth.get(key) == 1 and not loop.optimizer_hooks.holds.held and _running_task() == -1
+        is_usual = is_usual and not patterns.called_in_eval
         if not is_usual or active is None or active.buffer is None or getattr(optimizer, "found_inf", None) is not None:
             loop.optimizer_hooks.step_ended(optimizer)
             return
@@ -256,8 +262,10 @@ class StepProgram:
         progress.in_part.add(key)
         progress.times[key], progress.latest = 1, key
         patterns.backwards_at_step, patterns.backward_since = progress.backwards, False
-        self._lifecycle.captures.parameters.after_step(loop.ownership.owned[key], optimizer)
-        state.attempt()
+        if not (active.plans[UPDATE].empty and active.plans[OPTIMIZER].empty):
+            self._lifecycle.captures.parameters.after_step(loop.ownership.owned[key], optimizer)
+        progress.is_attempted, state.attempts = True, state.attempts + 1
+        patterns.called_in_training = False
         self._lifecycle.attempt_ended(is_overflowed=False)
         if not loop.scaler_hooks.in_step:
             state.close()

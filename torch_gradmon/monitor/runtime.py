@@ -83,7 +83,8 @@ class Ownership:
     def update(self, planner: Planner) -> set[int]:
         """Find the positions anew; returns those of parameters that several optimizers have."""
         self._source = planner.source
-        self._sizes = self._group_sizes()
+        self._sizes = []
+        self.has_changed()
         owned, self.unowned = planner.positions(self.alive())
         self.owned = dict(owned.items())
         self.all_positions = sorted({*self.unowned}.union(*self.owned.values()))
@@ -91,11 +92,12 @@ class Ownership:
         return {position for position, count in owners.items() if count > 1}
 
     def has_changed(self) -> bool:
-        """Whether an optimizer got or lost parameters since the last :meth:`update`."""
-        return self._sizes != self._group_sizes()
-
-    def _group_sizes(self) -> list[int]:
-        return [len(group) for optimizer in self.alive() for group in self._source.groups_of(optimizer)]
+        """Whether an optimizer got or lost parameters since the last call."""
+        before, self._sizes = self._sizes, []
+        for name in self.order:
+            if (optimizer := self._references[name]()) is not None:
+                self._sizes += map(len, self._source.groups_of(optimizer))
+        return self._sizes != before
 
     def shares(self) -> list[tuple[Hashable | None, Optimizer | None, list[int]]]:
         """The positions of each optimizer that exists; under None those that no optimizer has."""
@@ -194,7 +196,7 @@ class FollowedLoop:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        return self.scaler_hooks.scaler
+        return self.scaler_hooks.scales.scaler
 
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
@@ -400,7 +402,7 @@ class FollowedLoop:
             else:
                 (plain if scale is None else scaled).extend(positions)
         if inverse_scale is not None:
-            self.lifecycle.note("amp_scale", inverse_scale.to(accumulator_dtype(inverse_scale.device)).reciprocal())
+            self.lifecycle.note({"amp_scale": inverse_scale.to(accumulator_dtype(inverse_scale.device)).reciprocal()})
         for positions, scale in ((plain, None), (scaled, inverse_scale)):
             if positions:
                 gradients.before_clip(sorted(positions), scale)
@@ -478,13 +480,14 @@ class FollowedLoop:
         found = self.ownership[optimizer]
         if found is None:
             return
-        place, note = self.ownership.order.index(optimizer), self.lifecycle.note
+        place, facts = self.ownership.order.index(optimizer), dict[str, Any]()
         for number, group in enumerate(found.param_groups):
-            note(f"lr/{place}/{number}", group.get("lr"))
+            facts[f"lr/{place}/{number}"] = group.get("lr")
         if turns:
-            note("by_turns", float(turns))
+            facts["by_turns"] = float(turns)
         if is_first and _has_stepped(found):
-            note("goes_on", 1.0)
+            facts["goes_on"] = 1.0
+        self.lifecycle.note(facts)
 
     # --- reasons and warnings ----------------------------------------------------------------------------------------------------
 
@@ -696,7 +699,7 @@ class Runtime:
         planner = self.planner
         names = planner.matchable()
         # modules with MonitorMixin log activations under names of their own, which only the first forward shows
-        if planner.module is not None and linkable(planner.module):
+        if (module := planner.module()) is not None and linkable(module):
             metrics = [metric for metric in metrics if metric.source not in n.MODULE_SOURCES]
         for metric in metrics if names is not None else ():
             known = names[metric.source]  # type: ignore[index]
@@ -708,8 +711,9 @@ class Runtime:
                 )
 
     def link(self) -> None:
-        assert self.planner.module is not None
-        for module in linkable(self.planner.module):
+        watched = self.planner.module()
+        assert watched is not None
+        for module in linkable(watched):
             link(module, self.owner)
 
     def use_preset(self, name: PresetName) -> None:
@@ -888,7 +892,7 @@ class Runtime:
         before: Callable[[nn.Module], object] = lambda module: None,
     ) -> None:
         """Follow the loop by hooks. ``before`` is called after all checks, and before the first hook is installed."""
-        module, planner = self.planner.module, self.planner
+        module, planner = self.planner.module(), self.planner
         if module is None:
             raise ValueError(NO_MODULE)
         if self.loop is not None:

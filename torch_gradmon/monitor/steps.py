@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, MutableSet
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableSet
 from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -144,10 +144,6 @@ class Captures:
             self.modules.pause(is_paused)
         self.passes.is_paused = is_paused
 
-    def training_began(self) -> None:
-        """The root's training forward began; its own hook may have been installed too late to see it."""
-        self.passes.training_began(end_is_seen=self.modules is not None and self.modules.hooks.on_root)
-
 
 # --- Links from modules to their monitor ---
 
@@ -277,13 +273,14 @@ class StepLifecycle:
 
     # --- facts of the open step ----------------------------------------------------------------------------------------------
 
-    def note(self, name: str, value: Any) -> None:
-        """Add a fact, a number or a 0-d tensor, to the context of the open step's record."""
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Add facts, numbers or 0-d tensors, to the context of the open step's record."""
         if self.active is not None and (buffer := self.active.buffer) is not None:
-            if isinstance(value, Tensor) and value.numel() == 1:
-                buffer.noted[name] = value.detach().clone()
-            elif isinstance(value, (int, float)):
-                buffer.noted[name] = value
+            for name, value in facts.items():
+                if isinstance(value, (int, float)):
+                    buffer.noted[name] = value
+                elif isinstance(value, Tensor) and value.numel() == 1:
+                    buffer.noted[name] = value.detach().clone()
 
     def explain(self, source: str, reason: str) -> None:
         if self.active is not None and self.active.buffer is not None:
@@ -423,7 +420,8 @@ class StepLifecycle:
             active.annotations["interrupted"] = interrupted
         if self.state.progress.misses_eval and active.buffer is not None:
             active.buffer.absent = {**{(source, ""): _IN_EVAL for source in OF_MODULES}, **active.buffer.absent}
-        if loop is not None and active.buffer is not None and (tags is not None or not self.state.progress.begun):
+        is_over = active.buffer is not None and (tags is not None or not self.state.progress.begun)
+        if loop is not None and is_over and (len(loop.ownership.order) > 1 or loop.backward_hooks.awaited):
             loop.leave_unused(active.buffer)
         self.pipeline.last = None
         is_idle = active.mode is IDLE
@@ -433,7 +431,7 @@ class StepLifecycle:
                 if is_watched:
                     self.plugins.call("on_step_closing", active, is_idle=is_idle)
             finally:  # where warnings are errors
-                if active.is_monitored:
+                if active.mode is Mode.MONITORED and active.buffer is not None:
                     self.pipeline.waiting.append(pending := self._pending(active, tags))
                     if pending.readback.arrival.is_local:  # its values are on the host already
                         self.pipeline.enter()
@@ -552,10 +550,10 @@ class StepLifecycle:
     # --- what is measured in a step --------------------------------------------------------------------------------------------
 
     def would_measure(self, step: int) -> bool:
-        return not self.fence.inert and self.planner.module is not None and self.cadence.wants(step)
+        return not self.fence.inert and self.planner.module() is not None and self.cadence.wants(step)
 
     def mode_of(self, step: int) -> Mode:
-        if self.fence.inert or self.planner.module is None:
+        if self.fence.inert or self.planner.module() is None:
             if self.planner.has_lost_model:
                 self.fence.complaints.add("model", f"{MODEL_GONE}; nothing is measured any more")
             return IDLE
@@ -634,7 +632,7 @@ class StepLifecycle:
     def install(self, on_modules: bool = True) -> None:
         """Register the hooks that monitored steps need, where they are missing; ``on_modules`` too, or on parameters only."""
         wanted, before = (self.planner.version, on_modules), self.installed_for
-        if before == wanted or self.planner.module is None or self.planner.inventory is None:
+        if before == wanted or self.planner.module() is None or self.planner.inventory is None:
             return
         self.installed_for, self.is_bare = wanted, False
         if self.loop is not None:
@@ -648,7 +646,7 @@ class StepLifecycle:
 
     def _install_on_modules(self) -> None:
         """By the plan as it is now."""
-        planner, module = self.planner, self.planner.module
+        planner, module = self.planner, self.planner.module()
         if module is not None and planner.inventory is not None:
             metrics, self.is_bare, is_linked = planner.module_metrics(), False, bool(linkable(module))
             if metrics or is_linked or self.captures.modules is not None:

@@ -56,7 +56,7 @@ class PostSpikeDetail(Plugin):
         """Whether modules may get hooks in the middle of a run: not if anything was compiled since the monitor exists. It may be the model,
         whose graph would not call the hooks or would be compiled again.
         """
-        module = self._planner.module
+        module = self._planner.module()
         return module is not None and compiled_graphs() <= self._graphs and not is_compiled(module)
 
     def on_alert(self, step: int) -> None:

@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, getitem, is_not, methodcaller
+from operator import attrgetter, getitem, is_not, itemgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from ..core.torch_modes import fsdp_param_groups
 from .ranks import Ranks, is_dtensor, is_sharded
 
 _CALL, _CHILDREN, _PARAMETERS = weakref.ref.__call__, attrgetter("_modules"), attrgetter("_parameters")
+_GROUP = itemgetter("params")
 
 # --- Where a parameter is ---
 
@@ -256,7 +257,7 @@ class GradientSource:
 
     def groups_of(self, optimizer: Optimizer) -> Sequence[Sequence[Tensor]]:
         """What the optimizer steps in each of its groups, whatever these have between two steps."""
-        return [group["params"] for group in optimizer.param_groups]
+        return [*map(_GROUP, optimizer.param_groups)]
 
     def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
         """All that the optimizer steps."""

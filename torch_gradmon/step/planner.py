@@ -93,7 +93,7 @@ class Planner:
     ) -> None:
         self.registry, self._fits = registry, fits
         self.inventory: ModelIndex | None = None
-        self._module: weakref.ref[nn.Module] | None = None
+        self.module: Callable[[], nn.Module | None] = lambda: None
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
         self._named_source, self.source = source, source or PLAIN_GRADIENTS  # source: where they are, once a model is watched
         self.whole: WholeModel | None = None  # the model that the watched module is a part of
@@ -102,17 +102,13 @@ class Planner:
         self.measures_each_batch = False  # the gradients of each micro-batch separately
 
     @property
-    def module(self) -> nn.Module | None:
-        return None if self._module is None else self._module()
-
-    @property
     def has_lost_model(self) -> bool:
-        return self._module is not None and self._module() is None
+        return isinstance(self.module, weakref.ref) and self.module() is None
 
     @property
     def representative(self) -> nn.Module | None:
         """The watched model, or the first part of a pipeline on this rank."""
-        module = self.module
+        module = self.module()
         return next(module.children(), None) if module is not None and self.source.is_pipeline else module
 
     def rename(self, name: str) -> str:
@@ -126,13 +122,13 @@ class Planner:
         inventory = self._index_of(module)
         self.registry.check(_matchable(inventory))
         self._fits(inventory)
-        self._module, self.inventory = weakref.ref(module), inventory
+        self.module, self.inventory = weakref.ref(module), inventory
         self.changed()
 
     def use(self, source: GradientSource) -> None:
         if self._named_source is None:
             self._named_source = source
-            if (module := self.module) is not None:
+            if (module := self.module()) is not None:
                 self.watch(module)
 
     def matchable(self) -> dict[str, Sequence[str]] | None:
@@ -144,14 +140,14 @@ class Planner:
 
     def refresh(self) -> None:
         is_current = self.inventory is None or self.inventory.is_current()
-        if not is_current and (module := self.module) is not None and self.inventory is not None:
+        if not is_current and (module := self.module()) is not None and self.inventory is not None:
             before, self.inventory = self.inventory, self._index_of(module)
             self.inventory.trainable.inherit_from(before.trainable, self.inventory.names)
             self.changed()
 
     def now(self) -> ModelIndex | None:
         """The index of the current model, which steps may not be planned with yet; None without a model."""
-        module = self.module
+        module = self.module()
         if module is None or self.inventory is None or self.inventory.is_current():
             return None if module is None else self.inventory
         return self._index_of(module)

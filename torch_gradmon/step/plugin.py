@@ -42,7 +42,7 @@ class PluginContext:
     @property
     def module(self) -> nn.Module | None:
         """The watched model, while it lives."""
-        found: nn.Module | None = self._lifecycle.planner.module
+        found: nn.Module | None = self._lifecycle.planner.module()
         return found
 
     @property
