@@ -169,8 +169,9 @@ class _Clock:
         for _ in range(steps):
             self.now += self.training + self.own
             self.total += self.own
-            if notice.is_due:
-                notice.step_closed()
+            notice.monitored += 1
+            if notice.monitored == notice.due:
+                notice.look()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_cost_warning_names_share_and_remedy(monkeypatch: pytest.MonkeyPatch, ev
         clock.run(notice, 1700)  # 4.95 seconds of its own after the first 50
     with pytest.warns(GradmonWarning, match=rf"60% of the time of this loop, 3 ms for each.*{remedy} that to about 13%"):
         clock.run(notice, 1000)
-    assert not notice.is_due
+    assert not notice.due
     assert clock.complaints.counts["cost"] == 1
 
 
@@ -196,7 +197,7 @@ def test_cost_warning_is_absent_below_a_third(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(step_closing, "perf_counter", lambda: clock.now)
     notice = step_closing.CostNotice(clock, 1)  # type: ignore[arg-type]
     clock.run(notice, 2000)
-    assert not notice.is_due
+    assert not notice.due
     assert not clock.complaints.counts
 
 

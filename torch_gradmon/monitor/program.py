@@ -202,7 +202,8 @@ class StepProgram:
             loop.backward_ended(is_nested=False)
             return
         self._plugins.call_one(self._audit, self._audit.on_backward_ended)
-        state.count_backward()
+        progress.backwards += 1
+        state.patterns.backward_since = True
         if captures.modules is not None:
             captures.modules.backward_ended()
         if progress.backwards < (state.patterns.fewest_backwards or 0) and loop.machine.expects_more():

@@ -54,7 +54,7 @@ class Ownership:
     def __init__(self, optimizers: Sequence[Optimizer], program: StepProgram) -> None:
         self.order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
         wake = weakref.WeakMethod(program.stop)  # else the loss of an optimizer would show only after the stretch
-        self._references: dict[Hashable, weakref.ref[Optimizer]] = {
+        self.references: dict[Hashable, weakref.ref[Optimizer]] = {
             id(each): weakref.ref(each, lambda _: (stop := wake()) and stop()) for each in optimizers
         }
         self.owned: dict[Hashable, list[int]] = {}
@@ -65,14 +65,14 @@ class Ownership:
 
     def __getitem__(self, name: Hashable) -> Optimizer | None:
         """The optimizer, while it exists; None for the name None, under which unowned parameters stand."""
-        reference = self._references.get(name)
+        reference = self.references.get(name)
         return None if reference is None else reference()
 
     def alive(self) -> list[Optimizer]:
         """The optimizers that still exist, in the order in which they step."""
         found = []
         for name in self.order:
-            if (optimizer := self._references[name]()) is not None:
+            if (optimizer := self.references[name]()) is not None:
                 found.append(optimizer)
         return found
 
@@ -95,7 +95,7 @@ class Ownership:
         """Whether an optimizer got or lost parameters since the last call."""
         before, self._sizes = self._sizes, []
         for name in self.order:
-            if (optimizer := self._references[name]()) is not None:
+            if (optimizer := self.references[name]()) is not None:
                 self._sizes += map(len, self._source.groups_of(optimizer))
         return self._sizes != before
 
@@ -103,7 +103,7 @@ class Ownership:
         """The positions of each optimizer that exists; under None those that no optimizer has."""
         found: list[tuple[Hashable | None, Optimizer | None, list[int]]] = []
         for name in self.order:
-            if (optimizer := self._references[name]()) is not None:
+            if (optimizer := self.references[name]()) is not None:
                 found.append((name, optimizer, self.owned.get(name, [])))
         return [*found, (None, None, self.unowned)]
 
@@ -477,7 +477,7 @@ class FollowedLoop:
         """Note facts about the optimizer that is about to step: learning rates, whether it resumes, and, if optimizers take turns, the
         most ``turns`` of one before.
         """
-        found = self.ownership[optimizer]
+        found = self.ownership.references[optimizer]()
         if found is None:
             return
         place, facts = self.ownership.order.index(optimizer), dict[str, Any]()

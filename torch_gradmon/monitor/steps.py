@@ -180,29 +180,33 @@ def unlink(module: nn.Module) -> None:
 LARGE = 1 / 3
 #: Seconds of the monitor's own time after which the share is computed: a loop that ends sooner lost less than that.
 PATIENCE = 5.0
-#: Monitored steps that are left out: they load code, plan, and are checked closely.
-WARM_UP = 50
+#: Monitored steps that are left out: they load code, plan, and are checked closely. After them, steps from one look to the next.
+WARM_UP, BETWEEN = 50, 10
 _SPARSER = 10
 
 
 class CostNotice:
-    """Warns once, and asks no more after that. ``fence`` has the monitor's own time."""
+    """Warns once, and asks no more after that. ``fence`` has the monitor's own time.
+
+    Attributes:
+        monitored: steps that were monitored so far.
+        due: at how many of them :meth:`look` is due; 0 if never again.
+    """
 
     def __init__(self, fence: Fence, every: int | None) -> None:
         self._fence, self._every = fence, every
-        self._monitored = 0
+        self.monitored, self.due = 0, WARM_UP
         self._began = self._spent = 0.0
-        self.is_due = True
 
-    def step_closed(self) -> None:
-        self._monitored += 1
-        if self._monitored <= WARM_UP:
+    def look(self) -> None:
+        self.due += BETWEEN
+        if self.monitored == WARM_UP:
             self._began, self._spent = perf_counter(), self._fence.spent()
         elif (own := self._fence.spent() - self._spent) > PATIENCE:
-            self._judge(own, perf_counter() - self._began, self._monitored - WARM_UP)
+            self._judge(own, perf_counter() - self._began, self.monitored - WARM_UP)
 
     def _judge(self, own: float, elapsed: float, steps: int) -> None:
-        self.is_due = False
+        self.due = 0
         if own <= LARGE * elapsed:
             return
         fewer = own / _SPARSER
@@ -474,8 +478,9 @@ class StepLifecycle:
             self.plugins.alert(active.number)
 
     def _pending(self, active: ActiveStep, tags: dict[str, Any] | None) -> PendingStep:
-        if self._cost.is_due:
-            self._cost.step_closed()
+        self._cost.monitored += 1
+        if self._cost.monitored == self._cost.due:
+            self._cost.look()
         buffer, inventory, found = self._take(active, tags)
         evaluate = self.captures.needed_modules().values.evaluator() if active.due else None
         readback = buffer.start_readback()
