@@ -98,6 +98,18 @@ AROUND = "thread torch.no_grad() torch.autograd.set_detect_anomaly(True) torch.a
 HABITS = [*READS.split()[:3], *ASKS.split()[:4]]
 
 
+#: What is drawn more often than in programs of the fuzzer: several optimizers, closures, wrappers.
+SEVERAL: list[dict[str, Any]] = [
+    {"players": "halves"},
+    {"players": "turns"},
+    {"players": "gan", "architecture": "gan"},
+    {"optimizer": "sgd_closure"},
+    {"optimizer": "lbfgs"},
+    {"wrapped": "holder"},
+    {"wrapped": "lookahead"},
+]
+
+
 @dataclass(frozen=True)
 class Change:
     """Of iteration ``at``, or of every one if that is None, at a ``place`` from 0 to 1. ``how``: ``add``, ``put`` or ``around``, with an
@@ -159,6 +171,8 @@ def draw(seed: int) -> Case:
     if p.on_spike == "warn" and numbers.random() < 0.2 and not excluded(replace(p, on_spike="skip")):
         more["on_spike"] = numbers.choice(("raise", "skip", gradmon.Rollback(every=3)))
     p = p if excluded(replace(p, **more)) else replace(p, **more)
+    q = replace(p, **dict(numbers.choice(SEVERAL))) if numbers.random() < 0.3 and p.architecture == "mlp" else p
+    p = p if excluded(q) else q
     habit = Change(None, numbers.choice((0.0, numbers.random(), 1.0)), "add", numbers.choice(HABITS))
     return Case(p, (*[habit] * numbers.choice((0, 0, 1)), *_changes(numbers, p.steps)), numbers.choice((0, 0, 1, 2)))
 

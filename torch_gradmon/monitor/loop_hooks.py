@@ -235,11 +235,11 @@ class OptimizerHooks:
         self._loop, self._fence, self._program = loop, loop.fence, loop.program
         self._depth: dict[int, int] = self._program.depth
         self.may_skip = loop.lifecycle.plugins.has("before_optimizer_step")
-        self.in_closure = self.is_shielded = self._is_odd = False
+        self.in_closure = self.is_shielded = self._had_closure = self.is_odd = False
         self.holds = GradientHolds(self._fence.complaints)
         self._wrappers: dict[int, tuple[weakref.ref[Any], weakref.ref[Optimizer]]] = {}
         self._wrapped: list[_WrappedStep] = []
-        self._in_wrapper: Counter[int] = Counter()  # how many calls are running, by the id of the optimizer inside
+        self.in_wrapper: Counter[int] = Counter()  # how many calls are running, by the id of the optimizer inside
         self._stepped_inside: set[int] = set()
         for outer, inner in wrappers:
             self._wrappers[id(outer)] = weakref.ref(outer), weakref.ref(inner)
@@ -289,7 +289,7 @@ class OptimizerHooks:
     @property
     def are_plain(self) -> bool:
         """Whether a single optimizer calls each hook once a step so far, without wrapper, closure, or check for infinite gradients."""
-        return len(self._loop.ownership.order) == 1 and not (self._is_odd or self._wrappers)
+        return len(self._loop.ownership.order) == 1 and not (self.is_odd or self._had_closure or self._wrappers)
 
     def is_stepping(self, optimizer: Optimizer | None) -> bool:
         return self._depth.get(id(optimizer), 0) > 0
@@ -323,14 +323,14 @@ class OptimizerHooks:
         optimizer = inner()
         if optimizer is None:
             return original(*args, **kwargs)
-        if not self._in_wrapper[id(optimizer)]:
+        if not self.in_wrapper[id(optimizer)]:
             self._fence.run(self._loop.wrapper_began, optimizer)
-        self._in_wrapper[id(optimizer)] += 1
+        self.in_wrapper[id(optimizer)] += 1
         try:
             return original(*args, **kwargs)
         finally:
-            self._in_wrapper[id(optimizer)] -= 1
-            if not self._in_wrapper[id(optimizer)]:
+            self.in_wrapper[id(optimizer)] -= 1
+            if not self.in_wrapper[id(optimizer)]:
                 has_stepped = id(optimizer) in self._stepped_inside
                 self._stepped_inside.discard(id(optimizer))
                 self._fence.run(self.step_ended if has_stepped else self._loop.wrapper_ended, optimizer)
@@ -370,12 +370,12 @@ class OptimizerHooks:
 
     def step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
-        self._is_odd |= depth > 1
+        self.is_odd |= depth > 1
         if depth > 1:  # a subclass whose step calls super().step fires the hooks twice
             return None
         closure: Any = kwargs.get("closure", args[1] if len(args) > 1 else None)
         has_closure = callable(closure)  # a subclass may take something else there
-        self._is_odd |= has_closure
+        self._had_closure |= has_closure
         if self._loop.step_began(optimizer, has_closure, _running_task() != -1):
             self.holds.hold(optimizer)
         elif self.may_skip and has_closure:
@@ -411,14 +411,14 @@ class OptimizerHooks:
 
     def step_ended(self, optimizer: Optimizer, *_: object) -> None:
         depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)
-        if self._in_wrapper[id(optimizer)] and not depth:
+        if self.in_wrapper[id(optimizer)] and not depth:
             self._stepped_inside.add(id(optimizer))
-        if depth or self._in_wrapper[id(optimizer)]:
+        if depth or self.in_wrapper[id(optimizer)]:
             return
         if self.holds.held:
             self.holds.restore(optimizer, is_wrapped=bool(self.around(optimizer)))
         found_inf = getattr(optimizer, "found_inf", None)
-        self._is_odd |= found_inf is not None
+        self.is_odd |= found_inf is not None
         self._loop.step_ended(optimizer, found_inf if isinstance(found_inf, Tensor) else None, _running_task() != -1)
 
 

@@ -356,7 +356,7 @@ class StepMachine(StepCycle):
     def __init__(self, boundaries: Any, state: StepState, measures: Any, order: list[Hashable]) -> None:
         super().__init__(boundaries, state)
         self.measures, self.order = measures, order
-        self._resting: Hashable = None  # the optimizer that the user named last, while steps go on without it
+        self.resting: Hashable = None  # the optimizer that the user named last, while steps go on without it
         self._accumulates = False  # it steps at last with the gradients of many steps
         self._rounds: dict[Hashable, int] = {}  # the most steps of each optimizer to one of the last
         # steps of the last one without others since, and parts of its step that may have been steps
@@ -482,7 +482,7 @@ class StepMachine(StepCycle):
         self.state.progress.is_between = self.state.progress.parameters_measured = False
         self.boundaries.part_began()
 
-    def _part_ended(self, optimizer: Hashable) -> None:
+    def part_ended(self, optimizer: Hashable) -> None:
         """The optimizer has stepped. If it steps again before the last one does, this was perhaps a step of its own."""
         state, progress = self.state, self.state.progress
         if len(self.order) == 1 or not (state.is_open and state.leads) or progress.is_attempted:
@@ -494,7 +494,7 @@ class StepMachine(StepCycle):
 
     def _take_turn(self, optimizer: Hashable, has_closure: bool = False) -> None:
         """The optimizer begins a step: in the open step with what the others did in it, or in a step of its own."""
-        if optimizer == self._resting:
+        if optimizer == self.resting:
             self._wait_for(optimizer)
         progress = self.state.progress
         if progress.awaits_next:
@@ -529,17 +529,17 @@ class StepMachine(StepCycle):
     def _go_on_without_last(self) -> None:
         """Until the last one steps, the one that stepped before ends steps, and each of its steps so far is one."""
         order, latest = self.order, self.state.progress.latest
-        self._resting = order[-1]
-        if not self.measures.shares_parameters(self._resting, latest):
-            self.measures.warn_resting(self._resting, latest)
+        self.resting = order[-1]
+        if not self.measures.shares_parameters(self.resting, latest):
+            self.measures.warn_resting(self.resting, latest)
         order.sort(key=lambda each: each == latest)
         self.split()
 
     def _wait_for(self, optimizer: Hashable) -> None:
         self.order.sort(key=lambda each: each == optimizer)
-        self._resting, self._by_phases, self._in_a_row = None, False, 0
+        self.resting, self._by_phases, self._in_a_row = None, False, 0
 
-    def _round_ended(self, last: Hashable) -> None:
+    def round_ended(self, last: Hashable) -> None:
         """The last optimizer has stepped: learn how often the others step for one step of it."""
         times = {each: count for each, count in self.state.progress.times.items() if each != last}
         if times:
@@ -552,7 +552,7 @@ class StepMachine(StepCycle):
             self._in_a_row, self._joined, self._by_phases = 1, self.state.progress.joined, False
             return
         self._in_a_row += 1
-        if self._in_a_row > 1 and self._resting is None and not self._by_phases:
+        if self._in_a_row > 1 and self.resting is None and not self._by_phases:
             self._by_phases, self._rounds = True, {}
             if self._joined:
                 self.measures.warn_joined(self._joined)
@@ -607,8 +607,7 @@ class StepMachine(StepCycle):
         if not self.boundaries.has_values:
             return False
         with_unowned = not within and self.order[-1] == optimizer
-        turns = max(state.progress.times.values(), default=1) if not within and self._takes_turns() else 0
-        measures.annotate(optimizer, turns=turns, is_first=state.patterns.is_first)
+        measures.annotate(optimizer, turns=0 if within else self.turns(), is_first=state.patterns.is_first)
         self._explain_missing(optimizer, has_closure or within)
         self._measure_final(optimizer)
         measures.release_gradients(optimizer)
@@ -657,23 +656,25 @@ class StepMachine(StepCycle):
         others_stepped = bool(progress.done) and optimizer not in progress.done and progress.backwards > 0
         is_late = others_stepped and not state.patterns.backward_since and state.leads and not state.is_open
         if is_late := is_late and self.boundaries.was_monitored:
-            if optimizer == self._resting:
+            if optimizer == self.resting:
                 self._accumulates = True
             else:
                 self.measures.warn_order(optimizer)
             self._wait_for(optimizer)
         return is_late
 
-    def _takes_turns(self) -> bool:
-        """Whether optimizers alternate, as in a GAN: a backward pass lies between their steps, or some pass brought gradients to one
-        of them only. Parts of one model under several optimizers share every pass.
+    def turns(self) -> int:
+        """The most steps that one optimizer has taken so far where they alternate, as in a GAN: a backward pass lies between their steps,
+        or some pass brought gradients to one of them only. Else 0: parts of one model under several optimizers share every pass.
         """
         progress = self.state.progress
         if self.state.in_backward.any_now:
-            return False
+            return 0
         if progress.done:
-            return progress.backwards > self.state.patterns.backwards_at_step
-        return len(self.order) > 1 and not progress.overflowed and bool(self.measures.gets_own_gradients())
+            alternate = progress.backwards > self.state.patterns.backwards_at_step
+        else:
+            alternate = len(self.order) > 1 and not progress.overflowed and bool(self.measures.gets_own_gradients())
+        return max(progress.times.values(), default=1) if alternate else 0
 
     def closure_ended(self, optimizer: Hashable) -> bool:
         """The closure has computed gradients. Those of its last call are the optimizer's, and those of its first call decide.
@@ -713,11 +714,11 @@ class StepMachine(StepCycle):
         if not within:  # else the step ends with the backward pass, or with an optimizer behind it
             are_several = len(self.order) > 1
             if are_several and self.order[-1] == optimizer:
-                self._round_ended(optimizer)
+                self.round_ended(optimizer)
             if self._ends_attempt(optimizer):
                 self._all_stepped(in_scaler_step)
             if are_several:
-                self._part_ended(optimizer)
+                self.part_ended(optimizer)
 
     def step_overflowed(self, optimizer: Hashable, in_scaler_step: bool) -> None:
         """The scaler found infinite gradients: they are measured all the same."""
@@ -734,4 +735,4 @@ class StepMachine(StepCycle):
         progress.overflowed.add(optimizer)
         if self._ends_attempt(optimizer):
             self._all_stepped(in_scaler_step)
-        self._part_ended(optimizer)
+        self.part_ended(optimizer)

@@ -36,9 +36,9 @@ class StepProgram:
     been. The last idle step before a monitored one is never part of a stretch, so that hooks are there in time. Nothing there is guarded
     by the fence: there is nothing that could fail.
 
-    *Usual steps* are monitored ones in which one optimizer, without closure and wrapper, steps once behind one or more backward passes in
-    training mode. Each method leaves everything as the general path would have left it, so that each event can come to either;
-    and what is not as usual is handed over before anything has changed.
+    *Usual steps* are monitored ones in which each optimizer steps once in the known order, behind one or more backward passes in training
+    mode. Each method leaves everything as the general path would have left it, so that each event can come to either;
+    and what is not as usual is handed over before anything has changed: so is the beginning of a step with a closure, for one.
 
     Attributes:
         left: the number of idle steps that are left.
@@ -159,12 +159,12 @@ class StepProgram:
 
     def step_followed(self) -> None:
         """A step was followed to its end. It may have been the last one that differs from others: until something wakes, the loop is
-        neither paused nor by hand, and has one optimizer that steps once.
+        neither paused nor by hand, and its optimizers step in one order.
         """
         self._most, self._followed, state = max(self._most, self._followed), 0, self._state
         self._until_ready -= 1
         is_plain = state.is_plain and state.in_backward.is_settled and self._until_ready <= 0 and not state.patterns.is_first
-        self.is_ready = is_plain and self._loop.optimizer_hooks.are_plain and self._planner.source is PLAIN_GRADIENTS
+        self.is_ready = is_plain and not self._loop.optimizer_hooks.is_odd and self._planner.source is PLAIN_GRADIENTS
 
     def forward_began(self, module: nn.Module) -> None:
         """The model is called."""
@@ -174,12 +174,13 @@ class StepProgram:
         is_usual = is_usual and _interpreter() is None and _tracing_state() is None
         is_usual = is_usual and not (patterns.is_undecided or self.fence.is_captured) and self._optimizer() is not None
         is_usual = is_usual and (hooks.is_shielded or "torch._dynamo" not in sys.modules)
-        if state.is_open:
-            is_usual = is_usual and not (progress.is_attempted or progress.begun or progress.done or progress.is_tentative)
-        if not is_usual or state.step is None or (not state.is_open and step <= state.step):
+        if state.is_open and not hooks.in_closure:
+            is_usual = is_usual and not (progress.is_attempted or progress.begun or progress.is_between)
+        if progress.is_tentative or not is_usual or state.step is None or (not state.is_open and step <= state.step):
             self._loop.model_hooks.model_called(module, True)
             return
-        self.depth.clear()
+        if not hooks.in_closure:
+            self.depth.clear()
         if hooks.may_skip and not state.is_open:
             self._plugins.tell("policy", "before_forward", module)
         if self.is_behind:
@@ -198,7 +199,7 @@ class StepProgram:
     def backward_ended(self) -> None:
         """A backward pass is over that is no part of another one."""
         loop, state, progress, captures = self._loop, self._state, self._state.progress, self._lifecycle.captures
-        if not state.is_open or progress.is_tentative or progress.done or self._optimizer() is None:
+        if not state.is_open or progress.is_tentative or progress.is_between or self._optimizer() is None:
             loop.backward_ended(is_nested=False)
             return
         self._plugins.call_one(self._audit, self._audit.on_backward_ended)
@@ -208,17 +209,24 @@ class StepProgram:
             captures.modules.backward_ended()
         if progress.backwards < (state.patterns.fewest_backwards or 0) and loop.machine.expects_more():
             return
-        if loop.scaler_hooks.scales.scaler is None:
+        if loop.scaler_hooks.scales.scaler is None and not progress.done:
             captures.gradients.before_clip(loop.ownership.all_positions, None)
         else:
             loop.measure_before_clip()
 
     def step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The optimizer is about to step."""
-        loop, state, key, active = self._loop, self._state, self._key, self._lifecycle.active
+        loop, state, key, active = self._loop, self._state, id(optimizer), self._lifecycle.active
         progress, captures, ownership = state.progress, self._lifecycle.captures, loop.ownership
-        is_usual = state.is_open and not (progress.is_attempted or progress.begun or progress.done or progress.is_tentative)
-        is_usual = is_usual and progress.backwards >= (state.patterns.fewest_backwards or 1) and _running_task() == -1
+        is_only, is_last = len(ownership.order) == 1, ownership.order[-1] == key
+        is_usual = state.is_open and not (
+            progress.is_attempted or progress.begun or progress.is_tentative or progress.awaits_next
+        )
+        is_usual = is_usual and not (
+            key in progress.times or key in progress.done or progress.raised or key == loop.machine.resting
+        )
+        enough = (state.patterns.fewest_backwards or 1) if is_only else 1
+        is_usual = is_usual and progress.backwards >= enough and _running_task() == -1
         is_usual = is_usual and not (loop.backward_hooks.awaited or self.fence.is_captured or args[1:] or kwargs)
         is_usual = is_usual and not self.depth.get(key) and getattr(optimizer, "grad_scale", None) is None
         if not is_usual or active is None or active.buffer is None:
@@ -230,14 +238,17 @@ class StepProgram:
         self._plugins.call("on_optimizer_step", optimizer, False)
         state.in_backward.outside.add(key)
         progress.begun.add(key)
-        loop.annotate(key, turns=0, is_first=False)
-        progress.parameters_measured = True
-        captures.parameters.measure(ownership.all_positions)
+        loop.annotate(key, turns=0 if is_only else loop.machine.turns(), is_first=False)
+        if not is_only:
+            loop.release_gradients(key)
+        were_measured, progress.parameters_measured = progress.parameters_measured, True
+        if not were_measured:
+            captures.parameters.measure(ownership.all_positions)
         if not active.plans[UPDATE].empty:
-            captures.parameters.before_step(ownership.all_positions, as_measured=True)
+            captures.parameters.before_step(ownership.all_positions if is_only else ownership.of(key, is_last), not were_measured)
         scale = None if loop.scaler_hooks.scales.scaler is None else loop.scaler_hooks.inverse_scale(optimizer)
         captures.gradients.after_clip(ownership.owned[key], scale)
-        if ownership.unowned:
+        if ownership.unowned and is_last:
             loop.measure_unowned()
         is_skipped = loop.optimizer_hooks.may_skip and loop.machine.decide(key)
         progress.done.add(key)
@@ -247,27 +258,38 @@ class StepProgram:
 
     def step_ended(self, optimizer: Optimizer, *_: object) -> None:
         """The optimizer has stepped."""
-        loop, state, key, active = self._loop, self._state, self._key, self._lifecycle.active
-        progress, patterns = state.progress, state.patterns
-        is_usual = state.is_open and not progress.is_attempted and progress.begun == progress.done == {key}
-        is_usual = is_usual and self.depth.get(key) == 1 and not loop.optimizer_hooks.holds.held and _running_task() == -1
-        is_usual = is_usual and not patterns.called_in_eval
+        loop, state, key, active = self._loop, self._state, id(optimizer), self._lifecycle.active
+        progress, patterns, hooks, order = state.progress, state.patterns, loop.optimizer_hooks, loop.ownership.order
+        is_usual = state.is_open and not progress.is_attempted and len(progress.begun) == 1 and key in progress.begun
+        is_usual = (
+            is_usual
+            and self.depth.get(key) == 1
+            and not (hooks.holds.held or hooks.in_wrapper.get(key))
+            and _running_task() == -1
+        )
+        is_usual = is_usual and not (patterns.called_in_eval or progress.raised or key in progress.times)
         if not is_usual or active is None or active.buffer is None or getattr(optimizer, "found_inf", None) is not None:
-            loop.optimizer_hooks.step_ended(optimizer)
+            hooks.step_ended(optimizer)
             return
         self.depth[key] = 0
         self._most, self._followed = max(self._most, self._followed), 0
         self._plugins.call_one(self._audit, self._audit.on_optimizer_stepped, optimizer)
         self._plugins.tell("replicas", "on_optimizer_stepped", optimizer)
         progress.begun.clear()
+        progress.done.add(key)
         progress.in_part.add(key)
         progress.times[key], progress.latest = 1, key
-        patterns.backwards_at_step, patterns.backward_since = progress.backwards, False
+        patterns.backwards_at_step = progress.backwards
         if not (active.plans[UPDATE].empty and active.plans[OPTIMIZER].empty):
             self._lifecycle.captures.parameters.after_step(loop.ownership.owned[key], optimizer)
+        if order[-1] != key:
+            loop.machine.part_ended(key)
+            return
+        if len(order) > 1:
+            loop.machine.round_ended(key)
         progress.is_attempted, state.attempts = True, state.attempts + 1
-        patterns.called_in_training = False
-        self._lifecycle.attempt_ended(is_overflowed=False)
+        patterns.called_in_training = patterns.backward_since = False
+        self._lifecycle.attempt_ended(progress.is_overflowed)
         if not loop.scaler_hooks.in_step:
             state.close()
-            self._lifecycle.close(is_overflowed=False)
+            self._lifecycle.close(is_overflowed=progress.is_overflowed)
