@@ -543,7 +543,7 @@ def _tensor_in(place: Place) -> int | None:
     return None if parameter is None else parameter._cdata
 
 
-class _GradientHook(Hook):
+class _PassHook(Hook):
     """Calls ``method`` with ``position`` in the first hook of each backward pass, which is none of ``tasks`` then, and in all hooks where
     optimizers may step within.
     """
@@ -611,7 +611,7 @@ class BackwardHooks:
                 self._await_accumulation(position, first)
             else:
                 # removed, one after the accumulation would go on costing as much: a part of it stays in the tensor
-                self._handles.on_gradient(place, _GradientHook(self._came, position, self._tasks, self._in_backward))
+                self._handles.on_gradient(place, _PassHook(self._came, position, self._tasks, self._in_backward))
         self._tensors = [_tensor_in(place) for place in self._places]
 
     def uninstall(self) -> None:
@@ -641,7 +641,8 @@ class BackwardHooks:
         """Have the accumulation of this gradient reported, before a hook in which an optimizer steps."""
         if position not in self._completing:
             self._completing.add(position)
-            self._handles.on_accumulate(self._places[position], Hook(self._accumulated, position), first)
+            hook = _PassHook(self._accumulated, position, self._tasks, self._in_backward)
+            self._handles.on_accumulate(self._places[position], hook, first)
 
     # no fence where there is nothing to report
 
@@ -677,7 +678,7 @@ class BackwardHooks:
         if id(parameter) in self._stepped_within:
             return True
         hooks: dict[int, object] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-        is_foreign = any(type(hook) is not Hook for hook in hooks.values()) or hasattr(parameter, "_in_backward_optimizers")
+        is_foreign = not all(isinstance(hook, Hook) for hook in hooks.values()) or hasattr(parameter, "_in_backward_optimizers")
         return is_foreign or not (within.is_settled or not within.known)
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
