@@ -288,15 +288,149 @@ def _asks_for_more(scene: Scene) -> None:
     scene.step()
 
 
-UNUSUAL = [
-    each for each in list(globals().values()) if inspect.isfunction(each) and [*inspect.signature(each).parameters] == ["scene"]
-]
+class Pair(Scene):
+    """The same with two optimizers, one for each layer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.monitor.detach()
+        self.model.register_parameter("unowned", torch.nn.Parameter(torch.ones(2)))
+        self.first, self.last = (torch.optim.SGD(self.model[place].parameters(), lr=0.1) for place in (0, 2))
+        self.monitor = gradmon.watch(self.model, self.first, self.last, **options)
+
+    def step(self) -> None:
+        self.first.step()
+        self.last.step()
+        self.cleared()
+
+    def cleared(self) -> None:
+        self.model.zero_grad()
+        self.said.append((self.monitor.current_step, sorted(map(str, self.monitor.missing().items()))))
 
 
-def _told(event: Any, after: int, **options: Any) -> list[object]:
+def _first_one_alone(pair: Pair) -> None:
+    pair.loss().backward()
+    pair.first.step()
+    pair.cleared()
+
+
+def _first_one_rests(pair: Pair) -> None:
+    for _ in range(3):
+        pair.loss().backward()
+        pair.last.step()
+        pair.cleared()
+
+
+def _last_one_rests(pair: Pair) -> None:
+    for _ in range(14):
+        pair.loss().backward()
+        pair.first.step()
+        pair.cleared()
+
+
+def _other_order(pair: Pair) -> None:
+    for _ in range(3):
+        pair.loss().backward()
+        pair.last.step()
+        pair.first.step()
+        pair.cleared()
+
+
+def _critic_steps_first(pair: Pair) -> None:
+    for _ in range(3):
+        pair.loss().backward()
+        pair.first.step()
+        pair.first.zero_grad()
+    pair.usual(1)
+
+
+def _take_turns(pair: Pair) -> None:
+    for _ in range(4):
+        for optimizer in (pair.first, pair.last):
+            pair.loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pair.cleared()
+
+
+def _turns_of_one_layer_each(pair: Pair) -> None:
+    for _ in range(4):
+        for optimizer, place in ((pair.first, 0), (pair.last, 2)):
+            pair.loss().backward(inputs=list(pair.model[place].parameters()))
+            optimizer.step()
+        pair.cleared()
+
+
+def _a_closure_in_the_last(pair: Pair) -> None:
+    for _ in range(3):
+        pair.loss().backward()
+        pair.first.step()
+        pair.last.step(pair.closure)
+        pair.cleared()
+
+
+def _closures_in_both(pair: Pair) -> None:
+    for _ in range(4):
+        pair.first.step(pair.closure)
+        pair.last.step(pair.closure)
+        pair.cleared()
+
+
+def _a_closure_that_raises(pair: Pair) -> None:
+    for _ in range(3):
+        pair.first.step(pair.closure)
+        with pytest.raises(ZeroDivisionError):
+            pair.last.step(lambda: 1 / 0)
+        pair.cleared()
+
+
+def _a_scaler_for_both(pair: Pair) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, 1.0, 1.0, math.inf, 1.0):
+        scaler.scale(pair.loss()).backward()
+        pair.model[0].weight.grad.mul_(factor)
+        scaler.step(pair.first)
+        scaler.step(pair.last)
+        scaler.update()
+        pair.cleared()
+
+
+def _an_evaluation_between(pair: Pair) -> None:
+    pair.loss().backward()
+    pair.first.step()
+    pair.model.eval()
+    pair.loss()
+    pair.model.train()
+    pair.last.step()
+    pair.cleared()
+
+
+def _left_between(pair: Pair) -> None:
+    pair.loss().backward()
+    pair.first.step()
+    pair.cleared()
+    pair.loss().backward()
+    pair.step()
+
+
+def _an_edit_between(pair: Pair) -> None:
+    pair.loss().backward()
+    pair.first.step()
+    pair.model[2].weight.grad.mul_(0.5)
+    pair.last.step()
+    pair.cleared()
+
+
+UNUSUAL, IN_PAIRS = (
+    [each for each in list(globals().values()) if inspect.isfunction(each) and [*inspect.signature(each).parameters] == [kind]]
+    for kind in ("scene", "pair")
+)
+
+
+def _told(event: Any, after: int, kind: type[Scene] = Scene, **options: Any) -> list[object]:
     with mock.patch.object(program, "AFTER", after), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        scene = Scene(**options)
+        scene = kind(**options)
         scene.usual()
         event(scene)
         scene.usual()
@@ -312,3 +446,9 @@ def _told(event: Any, after: int, **options: Any) -> list[object]:
 @pytest.mark.parametrize("event", UNUSUAL, ids=lambda event: event.__name__.removeprefix("_"))
 def test_unusual_steps_are_those_of_the_general_path(event: Any, options: dict[str, Any]) -> None:
     assert _told(event, 0, **options) == _told(event, sys.maxsize, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"on_spike": "skip"}, {"every": 2}, {"preset": "full"}], ids=str)
+@pytest.mark.parametrize("event", IN_PAIRS, ids=lambda event: event.__name__.removeprefix("_"))
+def test_unusual_pairs_are_those_of_the_general_path(event: Any, options: dict[str, Any]) -> None:
+    assert _told(event, 0, Pair, **options) == _told(event, sys.maxsize, Pair, **options)
