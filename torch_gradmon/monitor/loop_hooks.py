@@ -552,13 +552,13 @@ class _PassHook(Hook):
         super().__init__(method, position)
         self._tasks, self._in_backward = tasks, in_backward
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, value: Any) -> Any:  # type: ignore[override]
         if torch.compiler.is_dynamo_compiling():
             return None
         within = self._in_backward
         if _running_task() in self._tasks and within.is_settled and not within.known:
             return None
-        return super().__call__(*args)
+        return super().__call__(value)
 
 
 class BackwardHooks:
