@@ -15,7 +15,7 @@ from torch_gradmon.statistics import on_device
 from torch_gradmon.statistics.eager import measure_precisely
 from torch_gradmon.statistics.on_device import DeviceStatistics
 from torch_gradmon.statistics.request import Batch, Request
-from torch_gradmon.step.buffer import StepBuffer
+from torch_gradmon.step.buffer import PendingReadback, StepBuffer
 from torch_gradmon.testing.simulated import SimulatedTensor
 
 torch.set_num_threads(1)
@@ -81,7 +81,7 @@ def a_step_that_is_dropped() -> Any:
         buffer, side = StepBuffer(0, WarningLog()), STREAMS.Stream()
         with STREAMS.stream(side):
             buffer.put_rows("gradient", ["w"], measure_precisely(Batch.read([torch.ones(5, device=AT)], None), Request()), ALWAYS)
-        buffer.start_readback()
+        PendingReadback(buffer)
 
     right = races_of(dropped)
     with without(SimulatedTensor, "record_stream", lambda self, stream: None):

@@ -967,9 +967,9 @@ def test_all_of_all_modules_goes_to_the_host_in_one_copy(layers: int, monkeypatc
     arrivals: list[int] = []
 
     class Counted(gradmon.step.buffer.DeviceToHostCopy):
-        def __init__(self, tensors: list[Tensor], fixed: int) -> None:
+        def __init__(self, tensors: list[Tensor]) -> None:
             arrivals.append(len(tensors))
-            super().__init__(tensors, fixed)
+            super().__init__(tensors)
 
     monkeypatch.setattr(gradmon.step.buffer, "DeviceToHostCopy", Counted)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))

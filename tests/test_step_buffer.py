@@ -21,7 +21,7 @@ from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
 from torch_gradmon.statistics.cpp import CppStatistics
 from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.request import DEFAULT_EPS, threshold_of_squares
-from torch_gradmon.step.buffer import DeviceToHostCopy, StepBuffer
+from torch_gradmon.step.buffer import DeviceToHostCopy, PendingReadback, StepBuffer
 
 from .oracle import measure
 
@@ -328,13 +328,13 @@ def test_a_step_reads_no_value_before_its_flush_but_one_flag_for_each_call_on_cp
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, of=original, **k: (calls.update(["measure"]), of(*a, **k))[1])
     before_flush = {}
-    depart = StepBuffer.start_readback
+    depart = PendingReadback.__init__
 
-    def counted(self: StepBuffer) -> Any:
+    def counted(self: PendingReadback, buffer: StepBuffer) -> None:
         before_flush.update(reads=counting.counts["read"], calls=calls["measure"])
-        return depart(self)
+        depart(self, buffer)
 
-    monkeypatch.setattr(StepBuffer, "start_readback", counted)
+    monkeypatch.setattr(PendingReadback, "__init__", counted)
     x = torch.randn(3, 4)
     monitor.attach(optimizer)
     threshold_of_squares(DEFAULT_EPS)  # a number that is made once in a process

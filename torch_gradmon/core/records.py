@@ -377,6 +377,7 @@ def trained_parts(
 
 #: Relative difference below which norms of tensors have one factor in common; narrow gradients have as many roundings more.
 _SAME, _ROUNDINGS = 1e-3, 8
+_EXTREMES = frozenset({Column.MIN, Column.MAX})
 #: Severity of a finding, most severe first.
 Severity = Literal["error", "warning", "info"]
 #: Two rules of findings: what the user has declared does not hold; NaN or Inf comes with the batch, of which the spike warns.
@@ -486,9 +487,13 @@ class StatsTable:
         return {name: row for row, name in enumerate(self.names)}
 
     @cached_property
-    def sums(self) -> list[float]:
-        """Each column's sum over all tensors; that of an extreme has no meaning."""
-        return self.rows.sum(0).tolist()
+    def totals(self) -> list[float]:
+        """The row of all tensors together."""
+        found: list[float] = self.rows.sum(0).tolist()
+        if not self.columns.isdisjoint(_EXTREMES):
+            least, most = self.rows[:, Column.MIN].tolist(), self.rows[:, Column.MAX].tolist()
+            found[Column.MIN :] = min(least, default=math.inf), max(most, default=-math.inf)
+        return found
 
 
 class StepRecord(NamedTuple):

@@ -23,7 +23,7 @@ from ..core.validation import subsample_steps
 from ..plugins.reactions import Policy, policy_of
 from ..spikes.detector_set import DetectorSet
 from ..spikes.signals import SuspectHistory, by_size
-from ..step.buffer import StepBuffer
+from ..step.buffer import PendingReadback, StepBuffer
 from ..step.plan import Registry
 from ..step.planner import ExchangePolicy
 from ..step.record_builder import PendingStep, ReasonContext, Reasons, asked_for
@@ -673,7 +673,7 @@ class RecordPipeline:
                     self._notify(events, action)
             finally:  # where a spike raises
                 if pending.late is not None:
-                    readback = pending.late_readback or pending.late.start_readback()
+                    readback = pending.late_readback or PendingReadback(pending.late)
                     self._late = pending.late
                     self._amend(readback.land()[1])
                 if pending.refusals_after:

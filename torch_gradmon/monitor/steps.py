@@ -18,7 +18,7 @@ from ..capture.measurer import Measurer
 from ..core.fence import Fence
 from ..core.torch_modes import Unsaved, outside_dispatch_modes, rng_states, unsaved_of
 from ..step.active_step import IDLE, ActiveStep, Mode, RecordedStep
-from ..step.buffer import StepBuffer
+from ..step.buffer import PendingReadback, StepBuffer
 from ..step.model_index import ModelIndex
 from ..step.planner import OF_MODULES, ExchangePolicy, Planner
 from ..step.record_builder import PendingStep
@@ -483,7 +483,7 @@ class StepLifecycle:
             self._cost.look()
         buffer, inventory, found = self._take(active, tags)
         evaluate = self.captures.needed_modules().values.evaluator() if active.due else None
-        readback = buffer.start_readback()
+        readback = PendingReadback(buffer)
         self.plugins.call("annotate", active)
         groups = self.groups() if self.factory.layers.choice == "blocks" else []
         cost, ranks, attached = self.fence.cost(), self.exchange.ranks.count, self.loop is not None

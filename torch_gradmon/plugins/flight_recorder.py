@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.records import StepRecord
 from ..step.active_step import RecordedStep
-from ..step.buffer import StepBuffer
+from ..step.buffer import PendingReadback, StepBuffer
 from ..step.plan import Registry
 from ..step.plugin import Plugin
 from ..step.record_builder import PendingStep
@@ -97,4 +97,4 @@ class FlightRecorder(Plugin):
 
 
 def _pending(recorded: RecordedStep) -> PendingStep:
-    return PendingStep(recorded.buffer.start_readback(), recorded.step, recorded.inventory, lambda _: [], [], recorded.tags, None)
+    return PendingStep(PendingReadback(recorded.buffer), recorded.step, recorded.inventory, lambda _: [], [], recorded.tags, None)

@@ -340,7 +340,7 @@ class DetectorSet:
                 if any(map(_IS_SPIKE, verdicts.values())):
                     events.append(self._event(detector, step, values, verdicts))
                 if is_first and name == MAIN_SIGNAL and self.history.gradients.spoiled:
-                    norm = math.sqrt(record.tables[GRADIENT].sums[Column.SQUARE_SUM])
+                    norm = math.sqrt(record.tables[GRADIENT].totals[Column.SQUARE_SUM])
                     norm = math.nan if math.isfinite(norm) else norm  # finite where some tensors alone have squares
                     limit = float(detector.rule.threshold)
                     events.append(SpikeEvent(record.step, USED_SIGNAL, norm, math.inf, limit, f"{USED_SIGNAL} is {norm}"))

@@ -192,7 +192,7 @@ class GradientNormHistory:
         if self._steps and self._steps[-1].step >= step:
             self.rewind(step)
         before, after, self.spoiled = tables.get(GRADIENT_BEFORE_CLIP), tables.get(GRADIENT), ()
-        if after is not None and after.sums[Column.NONFINITE] and before is not None and not before.sums[Column.NONFINITE]:
+        if after is not None and after.totals[Column.NONFINITE] and before is not None and not before.totals[Column.NONFINITE]:
             counts = after.rows[:, Column.NONFINITE].tolist()
             self.spoiled = tuple(name for name, count in zip(after.names, counts, strict=True) if count)
         if (table := tables.get(self.source)) is not None and Column.SQUARE_SUM in table.columns:

@@ -1,7 +1,7 @@
 """The values of the current step, on the device.
 
-Everything that hooks measure is stored here as device tensors; micro-batches merge here; :meth:`StepBuffer.start_readback` sends all of it
-to the host at once.
+Everything that hooks measure is stored here as device tensors; micro-batches merge here; a :class:`PendingReadback` sends all of it to the
+host at once.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _BLOCK, _THIRD, _PARTS_OF, _IS_CPU = itemgetter(0), itemgetter(2), attrgetter("p
 
 
 def _rows_at(places: Collection[tuple[Tensor, int]], blocks: Mapping[int, Tensor]) -> Tensor:
-    """The rows at these places in a table; ``blocks``: what to read, by the id of the tensor in a place."""
-    used = {id(block): blocks[id(block)] for block, _ in places}
+    """The rows at these places in a table; ``blocks``: what to read by the id of the tensor in a place, where it is another one."""
+    used = {id(block): blocks.get(id(block), block) for block, _ in places}
     starts = dict(zip(used, accumulate(map(len, used.values()), initial=0), strict=False))
     return torch.cat([*used.values()])[[starts[id(block)] + row for block, row in places]]
 
@@ -62,14 +62,14 @@ def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
         if not before.row_of.keys() >= set(after.names):
             return after
         rows = rows[[before.row_of[name] for name in after.names]]
-    elif before.sums[Column.SQUARE_SUM] != after.sums[Column.SQUARE_SUM]:
-        return after  # as in most steps that clip; both sums are needed anyway
+    elif before.totals[Column.SQUARE_SUM] != after.totals[Column.SQUARE_SUM]:
+        return after  # as in most steps that clip; both are needed anyway
     columns = sorted(after.columns)
     if not rows.equal(after.rows) and not rows[:, columns].equal(after.rows[:, columns]):
         return after
     found = StatsTable(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP)
     if rows is before.rows:
-        vars(found)["sums"] = before.sums  # a property that is computed once
+        vars(found)["totals"] = before.totals  # a property that is computed once
     return found
 
 
@@ -222,12 +222,12 @@ _SEVERAL = "ranks merge one value for each key, and its aggregation function ret
 class DeviceToHostCopy:
     """An asynchronous copy of tensors as float64, one per device, to pinned memory behind the device's work: :meth:`land` waits."""
 
-    def __init__(self, tensors: Sequence[Tensor], fixed: int = 0) -> None:  # so many of the first ones change no more
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.host: list[Tensor] = []  # those of other devices are replaced when they land
         by_device: dict[torch.device, list[int]] = {}
         for position, tensor in enumerate(tensors):
             if tensor.is_cpu:  # without packing it
-                tensor = tensor.to(torch.float64, copy=position >= fixed)
+                tensor = tensor.to(torch.float64, copy=True)
             else:
                 by_device.setdefault(tensor.device, []).append(position)
             self.host.append(tensor)
@@ -257,6 +257,10 @@ class DeviceToHostCopy:
                 self.host[position] = piece.reshape(self.host[position].shape)
         self._groups = []
         return self.host
+
+
+#: Of steps whose values are all on the host, where they change no more.
+_ARRIVED = DeviceToHostCopy([])
 
 
 # --- The rows of a batch with the largest losses ---
@@ -759,18 +763,16 @@ class StepBuffer:
             blocks += map(_BLOCK, of.places.values()) if of.whole is None else (of.whole[1],)
         return dict(zip(map(id, blocks), blocks, strict=True))
 
-    def start_readback(self) -> PendingReadback:
-        """Start the copy to the host, after which nothing may be stored. Does not synchronise."""
-        if self._streams:
-            self.join_streams()
-        return PendingReadback(self)
-
     def flush(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
-        return self.start_readback().land()
+        return PendingReadback(self).land()
 
 
 class PendingReadback:
+    """The values of a buffer, in which nothing may be stored from now on, on their way to the host. Does not synchronise."""
+
     def __init__(self, buffer: StepBuffer) -> None:
+        if buffer._streams:
+            buffer.join_streams()
         self.buffer = buffer
         self.extras: dict[str, Tensor] = {}  # what plugins have sent along, once the copy has landed: float64
         self.rows: list[tuple[Identities, int, Tensor]] = []  # logged ones, likewise
@@ -778,8 +780,12 @@ class PendingReadback:
         self._parts = buffer._parts() if any(map(_PARTS_OF, buffer._sources.values())) else []
         self._flags: dict[Key, Tensor] = {}
         reduced = self._reduced() if buffer._values else {}
-        self._keys, self._blocks = [*reduced], buffer._blocks() if buffer._sources or buffer._finals else {}
-        facts = []
+        self._is_plain = not (self._parts or buffer._finals)  # all rows are on the host, those of a source in one tensor
+        for of in buffer._sources.values():
+            self._is_plain = self._is_plain and of.whole is not None and of.whole[1].is_cpu
+        # on the host they change no more: whoever measures makes new ones
+        blocks = {} if self._is_plain else {number: block for number, block in buffer._blocks().items() if not block.is_cpu}
+        self._keys, self._blocks, facts = [*reduced], blocks, []
         for fact in buffer.noted.values():
             if isinstance(fact, Tensor):
                 facts.append(fact)
@@ -788,7 +794,7 @@ class PendingReadback:
         rows = [torch.stack(parts)] if self._are_stacked else parts
         scalars = chain(reduced.values(), facts, self._flags.values())
         sent = [*self._blocks.values(), *rows, *scalars, *buffer.extras.values(), *losses]
-        self.arrival = DeviceToHostCopy(sent, len(self._blocks))  # whoever measures makes new rows
+        self.arrival = DeviceToHostCopy(sent) if sent else _ARRIVED
 
     def _reduced(self) -> dict[Key, Tensor]:
         """Final scalars; several for a key whose aggregation returned a dict."""
@@ -810,7 +816,22 @@ class PendingReadback:
         """Tables by source, custom values and facts, on the host. Waits for the copy, once per device."""
         buffer, host = self.buffer, iter(self.arrival.host if self.arrival.is_local else self.arrival.land())
         blocks = dict(zip(self._blocks, host, strict=False))
-        tables = self._tables(blocks, host) if buffer._sources else {}
+        tables: dict[str, StatsTable] = {}
+        for source, places in (dict.fromkeys(buffer._sources, {}) if self._is_plain else self._places(blocks, host)).items():
+            of = buffer._sources[source]
+            if of.whole is not None:
+                names, rows = tuple(of.whole[0]), blocks.get(id(of.whole[1]), of.whole[1])
+            else:
+                names, rows = tuple(places), _rows_at(places.values(), blocks)
+            totals = None if of.whole is None else getattr(of, "totals", None)
+            if of.exchanged and not bool((rows[:, Column.COUNT] > 0).all()):  # no rank had any of some
+                counts, totals = rows[:, Column.COUNT].tolist(), None
+                some = [count > 0 or name not in of.exchanged for name, count in zip(names, counts, strict=True)]
+                names, rows = tuple(compress(names, some)), rows[some]
+            if names:
+                tables[source] = table = StatsTable(names, rows, of.columns)
+                if totals is not None:
+                    vars(table)["totals"] = totals  # a property that is computed once
         after, before = tables.get(GRADIENT), tables.get(GRADIENT_BEFORE_CLIP)
         if after is not None and before is not None and after.columns >= _WITNESSES:
             tables[GRADIENT] = _shared(after, before)
@@ -825,7 +846,8 @@ class PendingReadback:
             if not is_there:
                 values.pop(key, None)
         if buffer._finals:
-            finals = {number: vector.tolist() for number, vector in blocks.items() if vector.dim() == 1}
+            vectors = {id(vector): blocks.get(id(vector), vector) for vector, _ in buffer._finals.values()}
+            finals = {number: vector.tolist() for number, vector in vectors.items()}
             values.update({key: finals[id(vector)][place] for key, (vector, place) in buffer._finals.items()})
         self.extras = dict(zip(buffer.extras, host, strict=False))
         for ids, length, _ in buffer.rows:
@@ -833,13 +855,12 @@ class PendingReadback:
         buffer.rows = []  # the buffer may stay, and the loop's own tensors may name these
         return tables, values, facts
 
-    def _tables(self, blocks: dict[int, Tensor], host: Iterator[Tensor]) -> dict[str, StatsTable]:
-        """The tables by source, from what was put, and from the parts that are the next ones on the ``host``; ``blocks``: what was put
-        there by the id of the tensor in places.
+    def _places(self, blocks: dict[int, Tensor], host: Iterator[Tensor]) -> dict[str, Rows]:
+        """Where the rows of each source are: those that were put, and parts, which are the next ones on the ``host``; ``blocks``, which
+        gets these: what was put by the id of the tensor in places, where it comes from a device.
         """
-        sources = self.buffer._sources
         found: dict[str, Rows] = {}
-        for source, of in sources.items():
+        for source, of in self.buffer._sources.items():
             if of.whole is not None and not of.parts:
                 found[source] = {}  # no row has to be looked up
             elif of.rows:
@@ -851,17 +872,4 @@ class PendingReadback:
             blocks[id(rows)] = rows
             for row, (source, name, _) in enumerate(self._parts):
                 found.setdefault(source, {})[name] = rows, row
-        tables: dict[str, StatsTable] = {}
-        for source, places in found.items():
-            of = sources[source]
-            if of.whole is not None:
-                names, rows = tuple(of.whole[0]), blocks[id(of.whole[1])]
-            else:
-                names, rows = tuple(places), _rows_at(places.values(), blocks)
-            if of.exchanged and not bool((rows[:, Column.COUNT] > 0).all()):  # no rank had any of some
-                counts = rows[:, Column.COUNT].tolist()
-                some = [count > 0 or name not in of.exchanged for name, count in zip(names, counts, strict=True)]
-                names, rows = tuple(compress(names, some)), rows[some]
-            if names:
-                tables[source] = StatsTable(names, rows, of.columns)
-        return tables
+        return found

@@ -280,7 +280,7 @@ class PendingStep:
     def seal(self) -> None:
         """The next step begins: copy late values to the host now, while they are not yet behind its work."""
         if self.late is not None and self.late_readback is None:
-            self.late_readback = self.late.start_readback()
+            self.late_readback = PendingReadback(self.late)
 
     def record(self, summary: Summary, layers: LayerSelection, registry: Registry) -> tuple[StepRecord, dict[str, float]]:
         """The record, and all whole-model values by name. Waits for the values."""
@@ -357,7 +357,7 @@ class PendingStep:
             trainable = inventory.trainable.trained(buffer.thawed) - buffer.frozen
         nonfinite = found_inf or (active.is_overflowed and "interrupted" not in context and inventory.source.searches_scale())
         for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT):
-            if source in tables and tables[source].sums[Column.NONFINITE] > 0:
+            if source in tables and tables[source].totals[Column.NONFINITE] > 0:
                 nonfinite = True
         return StepFacts(
             buffer.step,

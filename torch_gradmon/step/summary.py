@@ -154,14 +154,14 @@ _VIEWS_OF_GRADIENTS = {**DISTRIBUTION, "grad_max": "max"}
 
 def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[str, float]:
     """The values by name, without undefined ones; ``wanted``: names in :data:`DISTRIBUTION` to compute as well."""
-    norm, (least, most) = math.sqrt(before.sums[Column.SQUARE_SUM]), map(Tensor.tolist, before.rows.aminmax(dim=0))
-    values = {"grad_norm": norm, "grad_nonfinite_count": before.sums[Column.NONFINITE]}
+    totals, norm = before.totals, math.sqrt(before.totals[Column.SQUARE_SUM])
+    values = {"grad_norm": norm, "grad_nonfinite_count": totals[Column.NONFINITE]}
     if VIEWS["max"].columns <= before.columns:
-        largest = max(most[Column.MAX], -least[Column.MIN])
+        largest = max(totals[Column.MAX], -totals[Column.MIN])
         if largest >= 0:  # else it is that of no element
             values["grad_max"] = abs(largest)  # 0 for -0
     if 0 < norm < float("inf"):
-        values["grad_top_fraction"] = most[Column.SQUARE_SUM] / norm**2
+        values["grad_top_fraction"] = max(before.rows[:, Column.SQUARE_SUM].tolist()) / norm**2
     if not DISTRIBUTION.keys().isdisjoint(wanted):
         row = merge_by_group(before.rows, [0] * len(before.names), 1)  # rows are additive, so this is that of all elements
         for name, view in ((name, VIEWS[view]) for name, view in DISTRIBUTION.items() if name in wanted):
@@ -411,8 +411,8 @@ _TENTHS = torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")
 
 def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], absent: dict[str, str]) -> dict[str, float]:
     """The values of updates by name; ``base`` has the updated parameters before the update, ``absent`` gets reasons for missing values."""
-    values = {"update_norm": math.sqrt(update.sums[Column.SQUARE_SUM])}
-    if (norm := math.sqrt(base.sums[Column.SQUARE_SUM])) > 0:
+    values = {"update_norm": math.sqrt(update.totals[Column.SQUARE_SUM])}
+    if (norm := math.sqrt(base.totals[Column.SQUARE_SUM])) > 0:
         values["update_ratio"] = values["update_norm"] / norm
     else:
         absent["update_ratio"] = f"the norm of the updated parameters was {norm} before the update"
@@ -666,7 +666,7 @@ class Summary:
             values |= self._batches.compute(batch_norms or {}, values.get("grad_norm"), facts.ranks, absent)
         if (table := tables.get(n.PARAMETER)) is not None:
             trained = table if facts.trainable.issuperset(table.names) else rows_of(table, facts.trainable)
-            values["param_norm"] = math.sqrt(trained.sums[Column.SQUARE_SUM])
+            values["param_norm"] = math.sqrt(trained.totals[Column.SQUARE_SUM])
         else:
             reason = "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()"
             absent["param_norm"] = facts.refused.get(n.PARAMETER, reason)
@@ -703,7 +703,7 @@ class Summary:
             edited = facts.edited or (not after.same_as and differ(before, after, facts.rounding if facts.rounds else 0.0))
             if before.names != after.names:
                 before = rows_of(before, set(after.names))  # a removed gradient is not clipped
-            norms = math.sqrt(before.sums[Column.SQUARE_SUM]), math.sqrt(after.sums[Column.SQUARE_SUM])
+            norms = math.sqrt(before.totals[Column.SQUARE_SUM]), math.sqrt(after.totals[Column.SQUARE_SUM])
             self._clips.add(edited, *norms, facts.rounding)
         return values
 
@@ -723,11 +723,11 @@ class Summary:
             if after is not None and facts.attached and facts.used >= facts.trainable and brings_others(before, after):
                 absent["clip_fraction"] = reason
                 trained = rows_of(after, facts.trainable)
-                return {"grad_norm_after_clip": math.sqrt(trained.sums[Column.SQUARE_SUM])}
+                return {"grad_norm_after_clip": math.sqrt(trained.totals[Column.SQUARE_SUM])}
         elif after is None or not used_all:
             reason = not_applied(facts.context) if "interrupted" in facts.context else "not every attached optimizer stepped"
         else:
-            values, (share, factor) = {"grad_norm_after_clip": math.sqrt(after.sums[Column.SQUARE_SUM])}, self._clips.share()
+            values, (share, factor) = {"grad_norm_after_clip": math.sqrt(after.totals[Column.SQUARE_SUM])}, self._clips.share()
             if share is None:
                 why = f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
                 absent["clip_fraction"] = why
