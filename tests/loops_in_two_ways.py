@@ -288,7 +288,7 @@ class ReadWatcher(Watcher):
             with contextlib.suppress(gradmon.SpikeError):
                 monitor.detach()
             self.monitor = monitor
-            for what in (*READS.split(), "monitor._runtime.pipeline.history.sample.records()"):
+            for what in (*READS.split(), "monitor._runtime.pipeline.history.sampled()"):
                 self.loop.do(what)
         self.read.append(plain(self.seen.events))
 

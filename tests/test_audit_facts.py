@@ -418,7 +418,7 @@ def _share(body: Callable[[Any, Any, Any], None]) -> float:
     monitor = watched(model, critic, maker)
     for _ in range(5):
         body(model, critic, maker)
-    records = monitor._runtime.pipeline.history.sample.records()
+    records = monitor._runtime.pipeline.history.sampled()
     assert len(records) == 5
     return sum("by_turns" in record.context for record in records) / 5
 
@@ -474,7 +474,7 @@ def test_a_step_that_a_scaler_refuses_to_one_of_two_optimizers_makes_no_players(
             scaler.step(optimizer)
         scaler.update()
         model.zero_grad()
-    assert not any("by_turns" in record.context for record in monitor._runtime.pipeline.history.sample.records())
+    assert not any("by_turns" in record.context for record in monitor._runtime.pipeline.history.sampled())
 
 
 @pytest.mark.parametrize(("kind", "told"), [(torch.optim.Adam, True), (torch.optim.Adagrad, True), (torch.optim.SGD, False)])
@@ -492,7 +492,7 @@ def test_a_training_that_goes_on_is_known_by_the_state_of_its_optimizer(kind: An
         return monitor
 
     for monitor, expected in ((train(), False), (train(), told)):
-        records = monitor._runtime.pipeline.history.sample.records()
+        records = monitor._runtime.pipeline.history.sampled()
         assert ["goes_on" in record.context for record in records] == [expected, False, False]
 
 

@@ -25,7 +25,8 @@ from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import Severity, SpikeEvent, StatsTable, StepRecord
 from torch_gradmon.core.validation import subsample_steps
-from torch_gradmon.monitor.records import RecordSample
+from torch_gradmon.monitor.records import RecordHistory
+from torch_gradmon.spikes.signals import SuspectHistory
 
 
 def _finding(rule: str = "always-clipped", severity: str = "warning", weight: float = 0.0, step: int = 3) -> Finding:
@@ -92,7 +93,7 @@ def test_a_loss_that_is_logged_seldom_is_still_looked_at(tmp_path: Path) -> None
         if step % 25 == 0:
             monitor.log_scalar("train/loss", loss.detach())
         optimizer.step()
-    live, read = monitor._runtime.pipeline.history.sample.records(), History.of_run(read_run(tmp_path), most=100)
+    live, read = monitor._runtime.pipeline.history.sampled(), History.of_run(read_run(tmp_path), most=100)
     assert len(live) < 1000
     assert len(History(live).loss) == 52
     assert len(read.records) <= 100
@@ -250,29 +251,27 @@ def _record(step: int, parameters: int = 3, spikes: bool = False) -> StepRecord:
 
 
 def test_a_memory_is_bounded_by_number_and_by_bytes_and_keeps_ends_and_spikes() -> None:
-    memory = RecordSample(most=100)
+    memory = RecordHistory(1, SuspectHistory(), most=100)
     for step in range(5000):
-        record = _record(step, spikes=step == 70)
-        memory.keep(record, record.tables)
-        assert len(memory.records()) < 200
-    steps = [record.step for record in memory.records()]
+        memory.keep(_record(step, spikes=step == 70))
+        assert len(memory.sampled()) < 200
+    steps = [record.step for record in memory.sampled()]
     assert {0, 1, 70, 4999} <= set(steps)
     assert max(b - a for a, b in itertools.pairwise(steps)) < 300, "no part of the run is forgotten"
-    assert float(memory.records()[0].tables["gradient"].rows[0, 0]) == 0.0
-    heavy = RecordSample(budget=60 * 1000 * 64)
+    assert float(memory.sampled()[0].tables["gradient"].rows[0, 0]) == 0.0
+    heavy = RecordHistory(1, SuspectHistory(), budget=60 * 1000 * 64)
     for step in range(500):
-        record = _record(step, parameters=1000)
-        heavy.keep(record, record.tables)
-    assert len(heavy.records()) < 120
+        heavy.keep(_record(step, parameters=1000))
+    assert len(heavy.sampled()) < 120
 
 
 def test_a_memory_takes_a_step_again_and_forgets_a_branch() -> None:
-    memory = RecordSample()
+    memory = RecordHistory(1, SuspectHistory())
     for step in (0, 1, 2, 2, 3):
-        memory.keep(record := _record(step), record.tables)
-    assert [record.step for record in memory.records()] == [0, 1, 2, 3]
+        memory.keep(_record(step))
+    assert [record.step for record in memory.sampled()] == [0, 1, 2, 3]
     memory.rewind(2)
-    assert [record.step for record in memory.records()] == [0, 1]
+    assert [record.step for record in memory.sampled()] == [0, 1]
 
 
 # --- the loss ----------------------------------------------------------------------------------------------------------------
@@ -335,7 +334,7 @@ def test_a_loss_that_nobody_logs_is_what_the_model_returns(how: str, batch: int,
         optimizer.step()
         losses.append(loss.item())
     monitor.get_step_metrics()
-    found = History(monitor._runtime.pipeline.history.sample.records()).loss
+    found = History(monitor._runtime.pipeline.history.sampled()).loss
     assert list(found.values) == (pytest.approx(losses) if known else [])
 
 

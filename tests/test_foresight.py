@@ -216,7 +216,7 @@ def test_the_training_keeps_its_bits() -> None:
 def test_only_its_steps_are_measured() -> None:
     _, _, monitor, _ = train(steps=41, every=10, preset="minimal")
     assert monitor is not None
-    records = [record for record in monitor._runtime.pipeline.history.sample.records() if "parameter" in record.tables]
+    records = [record for record in monitor._runtime.pipeline.history.sampled() if "parameter" in record.tables]
     assert [record.step for record in records] == [0, 10, 20, 30, 40]
     assert all(record.tables["activation"].names == ("[root module]",) for record in records)
 

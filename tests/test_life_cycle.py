@@ -243,7 +243,7 @@ def test_long_trainings_grow_neither_memory_nor_hooks(steps: int) -> None:
     monitor.add_gradient_metric("norm", stages=["local"])
     monitor.add_activation_metric("mine", lambda x: x.mean())
     monitor.attach(optimizer)
-    monitor._runtime.pipeline.history.sample._most = 50  # so that it is full soon
+    monitor._runtime.pipeline.history._most = 50  # so that it is full soon
     x, seen = torch.ones(2, 2), []
     for step in range(steps + 150):
         optimizer.zero_grad()
@@ -251,7 +251,7 @@ def test_long_trainings_grow_neither_memory_nor_hooks(steps: int) -> None:
         optimizer.step()
         monitor.log_scalar("loss", 1.0)
         # what is remembered for a diagnosis goes up and down between two bounds
-        if step >= (600, steps, 10**9)[len(seen)] and len(monitor._runtime.pipeline.history.sample.records()) == 60:
+        if step >= (600, steps, 10**9)[len(seen)] and len(monitor._runtime.pipeline.history.sampled()) == 60:
             gc.collect()
             seen.append((sys.getallocatedblocks(), len(gc.get_objects()), _hook_count(model, optimizer)))
     (blocks, objects, hooks), (later_blocks, later_objects, later_hooks) = seen

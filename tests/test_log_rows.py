@@ -153,7 +153,7 @@ def _on_a_rank(rank: int, directory: str) -> tuple[Any, list[str]]:
         each.mean().backward()
         optimizer.step()
     monitor.detach()
-    records = monitor._runtime.pipeline.history.sample.records()
+    records = monitor._runtime.pipeline.history.sampled()
     return [record.context.get("rows", {}).get("ids", [])[:1] for record in records if record.step == 50], spikes
 
 
@@ -253,7 +253,7 @@ def test_of_a_closure_the_last_rows_count(kind: type[torch.optim.Optimizer]) -> 
 
     optimizer.step(closure)
     monitor.detach()
-    found = monitor._runtime.pipeline.history.sample.records()[-1].context["rows"]
+    found = monitor._runtime.pipeline.history.sampled()[-1].context["rows"]
     assert (found["count"], sorted(found["ids"])) == (6, [0, 1, 2, 3, 4, 5])
     assert found["sum"] == pytest.approx(evaluations[-1].sum().item())
     assert (len(evaluations) > 1) == (kind is torch.optim.LBFGS)
@@ -268,7 +268,7 @@ def _monitor(log: Callable[[Any, Tensor], None]) -> dict[str, Any]:
     log(monitor, torch.arange(1.0, 4.0))
     optimizer.step()
     monitor.detach()
-    found: dict[str, Any] = monitor._runtime.pipeline.history.sample.records()[-1].context["rows"]
+    found: dict[str, Any] = monitor._runtime.pipeline.history.sampled()[-1].context["rows"]
     return found
 
 

@@ -144,7 +144,7 @@ def test_every_value_is_right_from_the_first_step_on(order: str, clip: float, ev
     assert monitor.get_step_counts().attempted == 7
     assert monitor.warning_counts() == {}
     assert monitor._runtime.built_in.audit.facts() == []
-    assert not any("by_turns" in record.context for record in monitor._runtime.pipeline.history.sample.records())
+    assert not any("by_turns" in record.context for record in monitor._runtime.pipeline.history.sampled())
 
 
 def test_hooks_may_be_hung_after_the_monitor() -> None:

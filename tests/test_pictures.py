@@ -78,7 +78,7 @@ def _panel_sets(trained: tuple[gradmon.ModuleMonitor, Path]) -> list[PanelSet]:
     monitor, path = trained
     return [
         PanelSet(read_run(path)),
-        PanelSet(ValueSource(monitor._runtime.pipeline.history.sample.records())),
+        PanelSet(ValueSource(monitor._runtime.pipeline.history.sampled())),
     ]
 
 
@@ -318,7 +318,7 @@ def test_gradients_that_were_seen_only_at_the_step_are_not_called_unclipped() ->
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         monitor.monitor_gradients()
         monitor.end_step()
-    panel_set = PanelSet(ValueSource(monitor._runtime.pipeline.history.sample.records()))
+    panel_set = PanelSet(ValueSource(monitor._runtime.pipeline.history.sampled()))
     assert charts.heatmap(panel_set).title == "gradient norm at the step"
     assert "clipped" not in dict(panel_set.panels())
 

@@ -243,7 +243,7 @@ def test_views_of_tables_are_not_stored_and_nothing_else_is_left_out(is_finite: 
         kept = {format_key(key) for key in stored}
         assert {"gradient/0.bias/first", "loss"} <= kept
         assert "update/2.bias/ratio" in kept
-        (remembered,) = (one for one in monitor._runtime.pipeline.history.sample.records() if one.step == record.step)
+        (remembered,) = (one for one in monitor._runtime.pipeline.history.sampled() if one.step == record.step)
         assert stored.keys() == remembered.values.keys(), "no view of an activation either"
         assert Key("gradient", "2.bias", "norm") not in remembered.values
         assert remembered.tables["gradient"].has("norm")

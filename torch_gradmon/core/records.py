@@ -47,10 +47,10 @@ class StepValues(Mapping[Key, float]):
     more than computing their values, and a record that is kept keeps its dict, ten times as large as the values.
     """
 
-    __slots__ = ("_by_key", "_rest", "blocks")
+    __slots__ = ("_by_key", "_rest", "blocks", "has_views")
 
     def __init__(self, *blocks: Block) -> None:
-        self.blocks = blocks
+        self.blocks, self.has_views = blocks, any(map(_TABLE, blocks))  # of tables
         self._by_key: dict[Key, float] | None = None
         self._rest: StepValues | None = None
 
@@ -58,9 +58,9 @@ class StepValues(Mapping[Key, float]):
     def of(cls, values: Mapping[Key, float]) -> StepValues:
         return values if isinstance(values, cls) else cls(*in_blocks(values))
 
-    def updated(self, more: Mapping[Key, float]) -> StepValues:
-        """These values with ``more``, which replace those of the same keys."""
-        blocks = self.blocks
+    def updated(self: Mapping[Key, float], more: Mapping[Key, float]) -> StepValues:
+        """These values, which may be plain ones, with ``more``, which replace those of the same keys."""
+        blocks = self.blocks if isinstance(self, StepValues) else in_blocks(self)
         if len(blocks) >= _BLOCKS:
             late = len(list(takewhile(lambda block: not block.table, reversed(blocks))))
             if late >= _BLOCKS:
@@ -75,7 +75,7 @@ class StepValues(Mapping[Key, float]):
     @property
     def rest(self) -> StepValues:
         """The values that are no views of tables."""
-        if not any(map(_TABLE, self.blocks)):
+        if not self.has_views:
             return self
         if self._rest is None:
             self._rest = StepValues(*filterfalse(_TABLE, self.blocks))

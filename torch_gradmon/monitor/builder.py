@@ -147,7 +147,7 @@ def _check_replicas(
         return
     from ..plugins.replica_check import ReplicaCheck  # not needed by a single process
 
-    distinct, records, recorder = compiled("distinct", of.distinct), history.sample.records, alive.built_in.recorder
+    distinct, records, recorder = compiled("distinct", of.distinct), history.sampled, alive.built_in.recorder
     look = list if recorder is None else recorder.look
     plugin = ReplicaCheck(every, of.sync_every, distinct, ranks, planner, records, look)
     alive.lifecycle.plugins.use(alive.built_in._replace(replicas=plugin))

@@ -139,7 +139,7 @@ def diagnose(runtime: Runtime) -> Diagnosis:
     data, setup = runtime.built_in.data, runtime.built_in.setup
     place, recent = pipeline.directory.path, pipeline.history.recent()
     history = History(
-        pipeline.history.sample.records(),
+        pipeline.history.sampled(),
         recent.events,
         runtime.findings(),
         model.get("matrices", {}),

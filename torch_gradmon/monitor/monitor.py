@@ -936,9 +936,9 @@ class ModuleMonitor:
         from ..analysis.plots.charts import ValueSource, plot
 
         self._runtime.settle_now()
-        inventory, sample = self._runtime.planner.inventory, self._runtime.pipeline.history.sample
+        inventory, history = self._runtime.planner.inventory, self._runtime.pipeline.history
         order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
-        return plot(ValueSource(sample.records(), order, sample.is_whole), kind, engine, options)
+        return plot(ValueSource(history.sampled(), order, history.is_whole), kind, engine, options)
 
     # --- outputs -------------------------------------------------------------------------------------------------------------
 

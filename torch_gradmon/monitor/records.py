@@ -17,6 +17,7 @@ from ..core.errors import GradmonWarning, SpikeError, WarningLog
 from ..core.fence import Fence
 from ..core.formatting import listed, placed, printable
 from ..core.keys import Key
+from ..core.moments import WIDTH
 from ..core.records import KeyFormatter, SpikeEvent, StatsTable, StepRecord, StepValues, loss_among
 from ..core.torch_modes import HomeProcess, fresh_grad_mode, outside_dispatch_modes, process_facts
 from ..core.validation import subsample_steps
@@ -463,25 +464,52 @@ class Publisher:
 
 #: The largest number of records, the largest size of their statistics in bytes, and the number of records kept in any case.
 MOST, BYTES, FEWEST = 400, 32 << 20, 48
+#: The size of the statistics of one tensor in bytes.
+_ROW = 8 * WIDTH
 
 
 class RecordHistory:
-    """The records of the last steps, and a sample of all, with their statistics, for a diagnosis during training."""
+    """The records of the last steps, and a sample of all, with their statistics, for a diagnosis during training.
 
-    def __init__(self, length: int, suspects: SuspectHistory) -> None:
-        self._length, self._suspects = length, suspects
+    When the sample becomes too large, both ends of it stay, records with events, and evenly chosen ones between. Nothing is copied: the
+    statistics, of ``budget`` bytes at most, are on the host, a few kilobytes a step.
+    """
+
+    def __init__(self, length: int, suspects: SuspectHistory, most: int = MOST, budget: int = BYTES) -> None:
+        self._length, self._suspects, self._most, self._budget = length, suspects, most, budget
         self._records: OrderedDict[int, StepRecord] = OrderedDict()
         self._backfilled: OrderedDict[int, StepRecord] = OrderedDict()
-        self.sample = RecordSample()
+        self._sample: dict[int, tuple[StepRecord, Mapping[str, StatsTable]]] = {}
+        self.is_whole = True  # the sample has all records
 
     def __contains__(self, step: int) -> bool:
         return step in self._records
 
     def keep(self, record: StepRecord) -> None:
+        """Take ``record``, in place of one of its step."""
+        tables, values = record.tables, record.values
         known = self._records[record.step] = record._replace(tables={}, rng={})
         if len(self._records) > self._length:
             self._records.popitem(last=False)
-        self.sample.keep(known, record.tables)
+        if tables and isinstance(values, StepValues) and values.has_views:  # those that follow from tables may be thousands
+            known = known._replace(values=values.rest)
+        self._sample[record.step] = known, tables
+        if len(self._sample) >= 2 * FEWEST:
+            rows = 0
+            for table in tables.values():
+                rows += 0 if table.same_as else len(table.names)
+            cap = max(min(self._most, self._budget // max(rows * _ROW, 1)), FEWEST)
+            if len(self._sample) >= 2 * cap:  # rarely, so that a step costs next to nothing
+                self._thin(cap)
+
+    def _thin(self, cap: int) -> None:
+        records = self.sampled()
+        events = by_size(event for known in records for event in known.events)
+        loss = loss_among({key for known in records for key in known.values})
+        liked = [known.step for known in records if loss in known.values]
+        chosen = set(subsample_steps([known.step for known in records], events, cap, liked))
+        self._sample = {known.step: (known, known.tables) for known in records if known.step in chosen}
+        self.is_whole = False
 
     def backfill(self, record: StepRecord) -> None:
         self._suspects.gradients.backfill(record.step, record.tables)
@@ -494,57 +522,23 @@ class RecordHistory:
         for known in (self._records, self._backfilled):
             while known and next(reversed(known)) >= step:
                 known.popitem()
-        self.sample.rewind(step)
+        self._sample = {known: record for known, record in self._sample.items() if known < step}
 
     def records(self) -> list[StepRecord]:
         """The records of the last monitored steps, without statistics; other threads may call this during training."""
         return list(self._records.values())
 
+    def sampled(self) -> list[StepRecord]:
+        """The sample in the order of steps, without the values that follow from tables."""
+        return [record._replace(tables=tables) for _, (record, tables) in sorted(self._sample.items())]
+
     def recent(self) -> RecentSteps:
         """The records for reports: those of the last steps, and those that a diagnosis needs."""
         from ..analysis.spike_report import RecentSteps  # most trainings end without a report
 
-        sample = {record.step: record for record in self.sample.records()}
+        sample = {record.step: record for record in self.sampled()}
         known = {**sample, **self._backfilled, **self._records}
         return RecentSteps(known, self._suspects.gradients, self._suspects.suspects)
-
-
-class RecordSample:
-    """Keeps records as they come, and when they become too many, both ends, those with events, and evenly chosen ones between.
-
-    Nothing is copied: the statistics, of ``budget`` bytes at most, are on the host, a few kilobytes a step.
-    """
-
-    def __init__(self, most: int = MOST, budget: int = BYTES) -> None:
-        self._most, self._budget = most, budget
-        self._known: dict[int, tuple[StepRecord, Mapping[str, StatsTable]]] = {}
-        self.is_whole = True  # nothing was forgotten
-
-    def keep(self, record: StepRecord, tables: Mapping[str, StatsTable]) -> None:
-        """Take ``record``, in place of one of its step, and its ``tables``."""
-        if tables and isinstance(record.values, StepValues):  # those that follow from tables may be thousands
-            record = record._replace(values=record.values.rest)
-        self._known[record.step] = record, tables
-        size = 0
-        for table in tables.values():
-            size += 0 if table.same_as else table.rows.nbytes
-        cap = max(min(self._most, self._budget // max(size, 1)), FEWEST)
-        if len(self._known) >= 2 * cap:  # rarely, so that a step costs next to nothing
-            records = self.records()
-            events = by_size(event for known in records for event in known.events)
-            loss = loss_among({key for known in records for key in known.values})
-            liked = [known.step for known in records if loss in known.values]
-            chosen = set(subsample_steps([known.step for known in records], events, cap, liked))
-            self._known = {known.step: (known, known.tables) for known in records if known.step in chosen}
-            self.is_whole = False
-
-    def rewind(self, step: int) -> None:
-        """Drop the records from ``step`` on, which belong to another branch: the run resumes at ``step``."""
-        self._known = {known: record for known, record in self._known.items() if known < step}
-
-    def records(self) -> list[StepRecord]:
-        """In the order of steps, without the values that follow from tables."""
-        return [record._replace(tables=tables) for _, (record, tables) in sorted(self._known.items())]
 
 
 # --- The way of a monitored step's record through its consumers ---
@@ -595,7 +589,8 @@ class RecordPipeline:
         self._signals: Mapping[str, float] = {}  # the whole-model values of the last record
         self._of_last: StepBuffer | None = None  # what was measured and logged in the last step
         self._late: StepBuffer | None = None  # merges with that what is logged for it, once anything is
-        self._added: Mapping[Key, float] = {}  # the values of this buffer that the last record has
+        self._numbers: dict[Key, float] = {}  # late ones that are not there yet
+        self._added: Mapping[Key, float] = {}  # the late values that the last record has
         self._is_finished = True
 
     def __del__(self) -> None:
@@ -658,7 +653,7 @@ class RecordPipeline:
             pending = self.waiting.popleft()
             record, signals = self.factory.make(pending)
             try:
-                self._of_last, self._late, self._added = pending.readback.buffer, None, {}
+                self._of_last, self._late, self._numbers, self._added = pending.readback.buffer, None, {}, {}
                 self.absent = self._of_last.absent
                 self.detectors.begin(record, self.absent)
                 record, events = self.detectors.detect(record, signals, self.absent)
@@ -692,8 +687,9 @@ class RecordPipeline:
         self.history.keep(record)
         for observe in self.observers:
             observe(record, amends)
-        is_muted = self._is_muted()
-        if self.directory.path is not None and not is_muted:
+        is_stored = self.directory.path is not None
+        is_muted = (is_stored or len(self.publisher.sinks) > 0) and self._is_muted()
+        if is_stored and not is_muted:
             self.directory.write(record, amends)
         self.publisher.put(record, amends, is_muted)
 
@@ -716,9 +712,13 @@ class RecordPipeline:
 
     def _merging(self) -> StepBuffer | None:
         """What late values of the last record are merged in."""
-        if self._late is None and self._of_last is not None:
-            self._late = self._of_last.part()
-        return None if self.last is None else self._late
+        if self.last is None or self._of_last is None:
+            return None
+        late = self._late = self._late or self._of_last.part()
+        for key, number in self._numbers.items():
+            late.merge_value(key, number)
+        self._numbers = {}
+        return late
 
     def add(self, late: StepBuffer) -> None:
         if (recorded := self._recorded) is not None:
@@ -731,15 +731,22 @@ class RecordPipeline:
 
     def add_numbers(self, numbers: Mapping[Key, float]) -> bool:
         """Add plain numbers to a record that is here, where no value is merged with them; returns whether that is so."""
-        if (merged := self._merging()) is None or not merged.take_numbers(numbers, self._added):
+        buffer, known = self._late or self._of_last, self._added.keys()
+        if (
+            self.last is None
+            or buffer is None
+            or not known.isdisjoint(numbers)
+            or not buffer.has_only(known - self._numbers.keys())
+        ):
             return False
+        self._numbers.update(numbers)
         self._amend({**self._added, **numbers})
         return True
 
     def _amend(self, values: Mapping[Key, float]) -> None:
-        if self.last is not None:
+        if (last := self.last) is not None:
             self._is_finished, self._added = False, values
-            self._pass_on(self.last._replace(values=StepValues.of(self.last.values).updated(values)), amends=True)
+            self._pass_on(last._replace(values=StepValues.updated(last.values, values)), amends=True)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
         recorder = self._plugins.built_in.recorder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 #: Without these a tensor on the CPU is read by ``item()`` as the loop itself would read it.
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _interpreter = torch._C._functorch.peek_interpreter_stack
+#: Of a number that waits: its key and value, and its step.
+_NUMBER, _STEP = itemgetter(0, 1), itemgetter(2)
 _REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
@@ -42,7 +45,7 @@ class ValueLog:
         self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
         self._first_keys: frozenset[Key] = frozenset()
         self._plain: dict[str, Key] = {}  # keys under which numbers were logged before
-        self._waiting: list[tuple[Key, float]] = []
+        self._waiting: list[tuple[Key, float, str]] = []  # numbers, and to which step they belong
         self.logged: set[Key] = set()
         self.of_trainer: set[Key] = set()  # those that only a trainer has logged
         self.tags: dict[str, Any] = {}  # of the open step, or of the one to come
@@ -107,19 +110,19 @@ class ValueLog:
         elif step and (step != "last" or pipeline.last is not None or pipeline.has_last):
             if step == "last" and pipeline.directory.path is not None and not pipeline.is_last_monitored:
                 return False  # the recorder has it, which may be asked for it at any time
-            self._waiting.append((key, number))
+            self._waiting.append((key, number, step))
             self._fence.defer(self._log_waiting)
         self._fence.add_since(began)
         return True
 
     def _log_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        numbers = dict(waiting)
-        are_late = len(numbers) == len(waiting) and set(map(self._step_of, numbers)) == {"last"}
+        numbers = dict(map(_NUMBER, waiting))
+        are_late = len(numbers) == len(waiting) and set(map(_STEP, waiting)) == {"last"}
         if are_late and self._pipeline.add_numbers(numbers):
             return
         late, are_late = StepBuffer(-1, self._fence.complaints), False
-        for key, value in waiting:
+        for key, value, _ in waiting:
             try:
                 are_late |= self._log(key, value, "mean", False, False, late) is late
             except ValueError as error:

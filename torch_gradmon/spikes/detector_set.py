@@ -358,7 +358,7 @@ class DetectorSet:
                 record = self._revised(record)
             if scores or events:
                 events = self._explained(events, record) if events else events
-                known = StepValues.of(record.values).updated(scores)
+                known = StepValues.updated(record.values, scores)
                 record = record._replace(values=known, events=(*record.events, *events))
         except Exception as error:  # the record must not be lost for it
             self._complaints.add("internal:judge", f"step {record.step} could not be judged", error)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, compress, count, islice, repeat
+from itertools import accumulate, chain, compress, count, filterfalse, islice, repeat
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -44,6 +44,7 @@ _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 #: Where rows are, by name: a block of rows, and the row in it.
 Rows = dict[str, tuple[Tensor, int]]
 _BLOCK, _THIRD, _PARTS_OF, _IS_CPU = itemgetter(0), itemgetter(2), attrgetter("parts"), attrgetter("is_cpu")
+_SOURCE = attrgetter("source")
 
 
 def _rows_at(places: Collection[tuple[Tensor, int]], blocks: Mapping[int, Tensor]) -> Tensor:
@@ -509,13 +510,9 @@ class StepBuffer:
         self._merge(key, PendingValue(aggregation, [part], stands_in=stands_in))
         return True
 
-    def take_numbers(self, numbers: Mapping[Key, float], known: Mapping[Key, float]) -> bool:
-        """Take plain numbers, each the only value of its key so far, if the other values are ``known``; returns whether that is so."""
-        if self._has_stand_ins or self._values.keys() != known.keys() or not known.keys().isdisjoint(numbers):
-            return False
-        for key, number in numbers.items():
-            self._values[key] = PendingValue("mean", [torch.tensor([number, 1.0], dtype=torch.float64, device="cpu")])
-        return True
+    def has_only(self, keys: Set[Key]) -> bool:
+        """Whether these are the keys of all logged values, and no value of a trainer is among them."""
+        return not self._has_stand_ins and keys == set(filterfalse(_SOURCE, self._values))
 
     def _takes(self, key: Key, stands_in: bool) -> bool:
         self._has_stand_ins = True
@@ -817,12 +814,13 @@ class PendingReadback:
         buffer, host = self.buffer, iter(self.arrival.host if self.arrival.is_local else self.arrival.land())
         blocks = dict(zip(self._blocks, host, strict=False))
         tables: dict[str, StatsTable] = {}
-        for source, places in (dict.fromkeys(buffer._sources, {}) if self._is_plain else self._places(blocks, host)).items():
+        places = {} if self._is_plain else self._places(blocks, host)
+        for source in buffer._sources if self._is_plain else places:
             of = buffer._sources[source]
             if of.whole is not None:
                 names, rows = tuple(of.whole[0]), blocks.get(id(of.whole[1]), of.whole[1])
             else:
-                names, rows = tuple(places), _rows_at(places.values(), blocks)
+                names, rows = tuple(places[source]), _rows_at(places[source].values(), blocks)
             totals = None if of.whole is None else getattr(of, "totals", None)
             if of.exchanged and not bool((rows[:, Column.COUNT] > 0).all()):  # no rank had any of some
                 counts, totals = rows[:, Column.COUNT].tolist(), None
