@@ -29,11 +29,12 @@ from ..step.plan import VIEW_BUILT_INS, BuiltIn, Registry
 from ..step.planner import OF_MODULES, ExchangePolicy, Planner
 from ..step.plugin import Plugin, PluginContext
 from ..step.ranks import Ranks
-from ..step.summary import LayerSelection
+from ..step.record_builder import RecordFactory
+from ..step.summary import LayerSelection, Summary, SummaryChoice
 from .machine import StepState
 from .options import Distributed, MonitorOptions
 from .plugin_set import BuiltInPlugins, PluginSet
-from .records import Publisher, RecordFactory, RecordHistory, RecordPipeline, RunDirectory
+from .records import Publisher, RecordHistory, RecordPipeline, RunDirectory
 from .runtime import Runtime, at_exit
 from .steps import Cadence, Captures, StepLifecycle
 from .values import ValueLog
@@ -53,11 +54,13 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     meta = {"torch": torch.__version__, "eps": options.zero_threshold, "every": options.interval}
     directory = RunDirectory(run_dir, meta, complaints, is_muted, tells=options.on_spike is not None)
     fence = Fence(complaints, inert)
-    factory = RecordFactory(planner.registry, LayerSelection(options.layers), directory)
-    detectors = DetectorSet(factory.summary, complaints)
+    layers, is_stored = LayerSelection(options.layers), directory.path is not None
+    summary = Summary(SummaryChoice(all_columns=is_stored, of_layers=layers.needs))
+    factory = RecordFactory(planner.registry, layers, summary, is_stored, directory.annotate)
+    detectors = DetectorSet(summary, complaints)
     statistics = Statistics(complaints, float(options.zero_threshold), False if inert else kernel_choice())
     captures = Captures(Measurer(statistics, complaints, ranks), fence, options.sampled_updates)
-    exchange = ExchangePolicy(ranks, complaints, planner, factory.summary, detectors, options.interval)
+    exchange = ExchangePolicy(ranks, complaints, planner, summary, detectors, options.interval)
     history = RecordHistory(options.history, detectors.history)
     built_in = _plugins(options, planner, factory, detectors, directory, exchange, fence)
     plugins = PluginSet(built_in, options.plugins, complaints)

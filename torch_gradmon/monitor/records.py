@@ -25,10 +25,8 @@ from ..plugins.reactions import Policy, policy_of
 from ..spikes.detector_set import DetectorSet
 from ..spikes.signals import SuspectHistory, by_size
 from ..step.buffer import PendingReadback, StepBuffer
-from ..step.plan import Registry
 from ..step.planner import ExchangePolicy
-from ..step.record_builder import PendingStep, ReasonContext, Reasons, asked_for
-from ..step.summary import LayerSelection, Summary, SummaryChoice
+from ..step.record_builder import PendingStep, RecordFactory
 from .machine import StepState
 from .plugin_set import PluginSet
 
@@ -310,56 +308,6 @@ class RunDirectory:
             self._writer = None
             self.keep_alive.remove(writer)
             writer.close()
-
-
-# --- From a step whose values have come to its record ---
-
-
-class RecordFactory:
-    """Makes the records of monitored steps, and knows why the last one lacks values.
-
-    Attributes:
-        layers: which per-layer values are shown.
-        summary: the whole-model values.
-        is_stored: records have the states of random generators, for a run directory.
-        model: facts about the model of the last record, for the run directory and a diagnosis; see
-            :attr:`torch_gradmon.step.model_index.ModelIndex.facts`.
-    """
-
-    def __init__(self, registry: Registry, layers: LayerSelection, directory: RunDirectory) -> None:
-        self._registry, self.layers, self.is_stored = registry, layers, directory.path is not None
-        self.summary = Summary(SummaryChoice(all_columns=self.is_stored, of_layers=layers.needs))
-        self.model: Mapping[str, Any] = {}
-        self._annotate = directory.annotate
-        self._reasons: ReasonContext | None = None
-
-    def make(self, pending: PendingStep) -> tuple[StepRecord, dict[str, float]]:
-        """The record of a step, and all whole-model values by name. Waits for the values."""
-        active, inventory, refused = pending.active, pending.inventory, pending.readback.buffer.refused
-        if inventory.matrices is not self.model.get("matrices"):
-            self.know(inventory.facts)
-        shown = self.summary.choice.shown
-        self._reasons = ReasonContext(inventory, active.plans, active.due, shown, pending.attached, refused)
-        return pending.record(self.summary, self.layers, self._registry)
-
-    def know(self, facts: Mapping[str, Any]) -> None:
-        # alternating models, as in a GAN, change the inventory in every step, but no other fact
-        new = {name: fact for name, fact in facts.items() if fact != self.model.get(name)}
-        self.model = facts
-        if new:
-            self._annotate(**new)
-
-    def requested(self, names: Mapping[str, Any]) -> list[Key]:
-        """The keys of all requested values; ``names`` are those of parameters and modules, by source."""
-        return asked_for(self._registry.metrics, names, self.summary.choice.shown)
-
-    def missing(
-        self, record: StepRecord, absent: Mapping[tuple[str, str], str], names: Mapping[str, Any], owned: Set[str] | None
-    ) -> dict[Key, str]:
-        """Why requested values are not in ``record``, the last one. ``owned``: the parameters of attached optimizers, if known."""
-        if self._reasons is None:
-            return {}
-        return Reasons(record, names, absent, self._reasons, owned).missing(self._registry.metrics, self.layers)
 
 
 # --- Output of records to sinks, when their steps are complete ---

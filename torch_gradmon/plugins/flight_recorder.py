@@ -12,7 +12,7 @@ from ..step.active_step import RecordedStep
 from ..step.buffer import PendingReadback, StepBuffer
 from ..step.plan import Registry
 from ..step.plugin import Plugin
-from ..step.record_builder import PendingStep
+from ..step.record_builder import PendingStep, RecordFactory
 from ..step.summary import LayerSelection, Summary
 
 
@@ -88,7 +88,8 @@ class FlightRecorder(Plugin):
     def _records(self, kept: Sequence[tuple[RecordedStep, float]]) -> list[StepRecord]:
         # all copies start before the first one is waited for
         pending = [_pending(recorded) for recorded, _ in kept]
-        records = [each.record(self._summary.of_one_step(), LayerSelection(None), self._registry)[0] for each in pending]
+        layers, summary = LayerSelection(None), self._summary
+        records = [RecordFactory(self._registry, layers, summary.of_one_step()).make(each)[0] for each in pending]
         return [
             record._replace(time=ended, context={**record.context, "monitored": False})
             for record, (_, ended) in zip(records, kept, strict=True)

@@ -573,5 +573,5 @@ def _looked_at(part: StepBuffer) -> tuple[StepRecord, dict[str, float]]:
     tables, values, _ = part.flush()
     refused = {*part.refused, *(source for (source, name) in part.absent if not name)}
     before = tables.get(n.GRADIENT_BEFORE_CLIP)
-    whole = {} if before is None or n.GRADIENT_BEFORE_CLIP in refused else gradient_values(before)
+    whole = {} if before is None or n.GRADIENT_BEFORE_CLIP in refused else gradient_values(before, (), {})
     return StepRecord(part.step, 0.0, True, values, tables), whole

@@ -282,77 +282,37 @@ class PendingStep:
         if self.late is not None and self.late_readback is None:
             self.late_readback = PendingReadback(self.late)
 
-    def record(self, summary: Summary, layers: LayerSelection, registry: Registry) -> tuple[StepRecord, dict[str, float]]:
-        """The record, and all whole-model values by name. Waits for the values."""
-        buffer = self.readback.buffer
-        tables, custom, noted = self.readback.land()
-        base, batches = tables.pop(n.UPDATE_BASE, None), tables.pop(n.BATCH_GRADIENT, None)
-        if refusals := int(noted.pop("unseen_refusals", 0)):
-            summary.count_rejected(refusals)
-        gone: set[str] = set()
-        were_set = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))
-        if summary.sets_others(tables, noted.get("rounding", 0.0), *were_set):
-            gone.add(n.GRADIENT_BEFORE_CLIP)
-            buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
-        if found_inf := bool(noted.pop("found_inf", 0)):  # updates of zero were measured by a fused optimizer
-            gone.add(n.UPDATE)
-        if gone:
-            tables = {source: table for source, table in tables.items() if source not in gone}
-            custom = {key: value for key, value in custom.items() if key.source not in gone}
-        facts = self._facts(tables, noted, found_inf)
-        if not facts.applied:
-            buffer.absent[n.UPDATE, ""] = buffer.absent[n.OPTIMIZER, ""] = not_applied(facts.context)
-        custom = _defined(custom, buffer.absent) if custom else custom
-        if self.cost is not None and "overhead_fraction" in summary.choice.keys:
-            custom[summary_key("overhead_fraction")] = self.cost
-        custom.update(self.active.values)
-        attention, heads = ({}, frozenset[Key]()) if _ATTENTION.isdisjoint(tables) else head_values(tables, buffer.unshown)
-        blocks = [] if self.modules is None else self.modules(tables)
-        if attention:
-            blocks = [*blocks, *in_blocks(attention)]
-        whole = tables
-        if not facts.refused.keys().isdisjoint(tables):
-            # a sum over a part of the model must not be taken for one over the whole
-            whole = {source: table for source, table in tables.items() if source not in facts.refused}
-            for source in tables.keys() & self.active.plans.keys() - whole.keys():
-                tables[source] = replace(tables[source], is_part=True)
-        norms = {} if batches is None else norms_by_rank(batches)
-        reasons: dict[str, str] = {}
-        summarised = summary.compute(facts, whole, base, reasons, norms)
-        for name, why in reasons.items():
-            buffer.absent[n.SUMMARY, name] = why
-        for source, plan in self.active.plans.items():
-            if plan.views and source in tables:
-                blocks += plan.evaluate(tables[source], base)
-        if layers.choice is not None:
-            of_several = layers.choice in ("blocks", "top")  # which all have to be measured for that
-            blocks += layers.values(whole if of_several else tables, base, self.groups, self.inventory.names)
-        first: dict[Key, float] = {}
-        for name in summary.choice.shown:
-            if name in summarised:
-                first[summary_key(name)] = summarised[name]
-        for key, value in custom.items():
-            if key.source == n.SUMMARY:
-                first[key] = value
-        values = StepValues(Block(tuple(first), tuple(first.values())), *blocks, Block(tuple(custom), tuple(custom.values())))
-        hidden = _hidden(values, registry, heads) if registry.hidden else heads
-        context = {**facts.context, "batch_norms": norms} if norms else facts.context
-        of_step = facts.step, time.time(), facts.applied
-        return StepRecord(*of_step, values, tables, context, (), hidden, buffer.rng, self.readback.extras), summarised
-
-    def _facts(self, tables: Mapping[str, StatsTable], noted: dict[str, float], found_inf: bool) -> StepFacts:
-        buffer, active, inventory = self.readback.buffer, self.active, self.inventory
+    def facts(self, tables: Mapping[str, StatsTable], noted: dict[str, float], found_inf: bool) -> StepFacts:
+        buffer, active, inventory, absent = self.readback.buffer, self.active, self.inventory, self.readback.buffer.absent
         # what of the whole model was not measured in this step, although a whole-model value of it was requested since
         refused: dict[str, str] = {}
         for source, plan in active.plans.items():
             if not plan.is_whole:
                 refused[source] = ASKED_LATE
-        for (source, name), why in buffer.absent.items():
+        for (source, name), why in absent.items():
             if not name:
                 refused[source] = why
         refused.update(buffer.refused)
         edited, rounding, rounds = bool(noted.pop("edited", 0)), noted.pop("rounding", 0.0), bool(noted.pop("rounds", 0))
-        trainable, context = inventory.trainable.names, self._context(noted)
+        context: dict[str, Any] = {} if self.cost is None else {"overhead_fraction": self.cost}
+        rates: list[float] = []
+        for name, value in noted.items():
+            if name.startswith("lr/"):
+                rates.append(value)
+            elif "/" not in name:
+                context[name] = value
+        if rates:
+            context["lr"] = rates
+        context.update(active.annotations)
+        if self.tags:
+            context["tags"] = self.tags
+        if active.due and n.has_attention(inventory.kinds):
+            attention = {metric.source for metric in active.due}.intersection(_ATTENTION)
+            if reason := next(filter(None, (absent.get((source, "")) for source in attention)), None):
+                context[n.NO_ATTENTION] = reason
+        if self.readback.rows:
+            context["rows"] = merged_losses(self.readback.rows)
+        trainable = inventory.trainable.names
         if buffer.frozen or inventory.trainable.doubtful:
             trainable = inventory.trainable.trained(buffer.thawed) - buffer.frozen
         nonfinite = found_inf or (active.is_overflowed and "interrupted" not in context and inventory.source.searches_scale())
@@ -375,27 +335,123 @@ class PendingStep:
             rounds=rounds,
         )
 
-    def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
-        context: dict[str, Any] = {} if self.cost is None else {"overhead_fraction": self.cost}
-        rates: list[float] = []
-        for name, value in noted.items():
-            if name.startswith("lr/"):
-                rates.append(value)
-            elif "/" not in name:
-                context[name] = value
-        if rates:
-            context["lr"] = rates
-        context.update(self.active.annotations)
-        if self.tags:
-            context["tags"] = self.tags
-        if self.active.due and n.has_attention(self.inventory.kinds):
-            absent = self.readback.buffer.absent
-            attention = {metric.source for metric in self.active.due}.intersection(_ATTENTION)
-            if why := next(filter(None, (absent.get((source, "")) for source in attention)), None):
-                context[n.NO_ATTENTION] = why
-        if self.readback.rows:
-            context["rows"] = merged_losses(self.readback.rows)
-        return context
+
+# --- From a step whose values have come to its record ---
+
+
+class RecordFactory:
+    """Makes the records of steps, and knows why the last one lacks values.
+
+    Attributes:
+        layers: which per-layer values are shown.
+        summary: the whole-model values.
+        is_stored: records have the states of random generators, for a run directory.
+        model: facts about the model of the last record, which ``annotate`` puts in the run directory; see
+            :attr:`torch_gradmon.step.model_index.ModelIndex.facts`.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        layers: LayerSelection,
+        summary: Summary,
+        is_stored: bool = False,
+        annotate: Callable[..., object] | None = None,
+    ) -> None:
+        self._registry, self.layers, self.summary, self.is_stored = registry, layers, summary, is_stored
+        self.model: Mapping[str, Any] = {}
+        self._annotate = annotate
+        self._reasons: ReasonContext | None = None
+
+    def know(self, facts: Mapping[str, Any]) -> None:
+        # alternating models, as in a GAN, change the inventory in every step, but no other fact
+        new = {name: fact for name, fact in facts.items() if fact != self.model.get(name)}
+        self.model = facts
+        if new and self._annotate is not None:
+            self._annotate(**new)
+
+    def make(self, pending: PendingStep) -> tuple[StepRecord, dict[str, float]]:
+        """The record of a step, and all whole-model values by name. Waits for the values."""
+        active, inventory, readback, summary = pending.active, pending.inventory, pending.readback, self.summary
+        buffer, absent, shown = readback.buffer, readback.buffer.absent, summary.choice.shown
+        if inventory.matrices is not self.model.get("matrices"):
+            self.know(inventory.facts)
+        self._reasons = ReasonContext(inventory, active.plans, active.due, shown, pending.attached, buffer.refused)
+        tables, custom, noted = readback.land()
+        base, batches = tables.pop(n.UPDATE_BASE, None), tables.pop(n.BATCH_GRADIENT, None)
+        if refusals := int(noted.pop("unseen_refusals", 0)):
+            summary.count_rejected(refusals)
+        gone: set[str] = set()
+        before, after, rounding = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT), noted.get("rounding", 0.0)
+        is_assigned, is_dropped = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))
+        if not (is_assigned or is_dropped):
+            if before is not None and after is not None:
+                summary.plain.append((before, after, rounding))
+        elif summary.sets_others(before, after, rounding, is_assigned):
+            gone.add(n.GRADIENT_BEFORE_CLIP)
+            absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
+        if found_inf := bool(noted.pop("found_inf", 0)):  # updates of zero were measured by a fused optimizer
+            gone.add(n.UPDATE)
+        if gone:
+            tables = {source: table for source, table in tables.items() if source not in gone}
+            custom = {key: value for key, value in custom.items() if key.source not in gone}
+        facts = pending.facts(tables, noted, found_inf)
+        if not facts.applied:
+            absent[n.UPDATE, ""] = absent[n.OPTIMIZER, ""] = not_applied(facts.context)
+        custom = _defined(custom, absent) if custom else custom
+        if pending.cost is not None and "overhead_fraction" in summary.choice.keys:
+            custom[summary_key("overhead_fraction")] = pending.cost
+        custom.update(active.values)
+        attention, heads = ({}, frozenset[Key]()) if _ATTENTION.isdisjoint(tables) else head_values(tables, buffer.unshown)
+        blocks = [] if pending.modules is None else pending.modules(tables)
+        if attention:
+            blocks = [*blocks, *in_blocks(attention)]
+        whole = tables if facts.refused.keys().isdisjoint(tables) else _of_all(tables, facts.refused, active.plans)
+        norms = {} if batches is None else norms_by_rank(batches)
+        reasons: dict[str, str] = {}
+        summarised = summary.compute(facts, whole, base, reasons, norms)
+        for name, why in reasons.items():
+            absent[n.SUMMARY, name] = why
+        for source, plan in active.plans.items():
+            if plan.views and source in tables:
+                blocks += plan.evaluate(tables[source], base)
+        if self.layers.choice is not None:
+            of_several = self.layers.choice in ("blocks", "top")  # which all have to be measured for that
+            blocks += self.layers.values(whole if of_several else tables, base, pending.groups, inventory.names)
+        first: dict[Key, float] = {}
+        for name in shown:
+            if name in summarised:
+                first[summary_key(name)] = summarised[name]
+        for key, value in custom.items():
+            if key.source == n.SUMMARY:
+                first[key] = value
+        values = StepValues(Block(tuple(first), tuple(first.values())), *blocks, Block(tuple(custom), tuple(custom.values())))
+        hidden = _hidden(values, self._registry, heads) if self._registry.hidden else heads
+        context, of_step = facts.context, (facts.step, time.time(), facts.applied)
+        context = {**context, "batch_norms": norms} if norms else context
+        return StepRecord(*of_step, values, tables, context, (), hidden, buffer.rng, readback.extras), summarised
+
+    def requested(self, names: Mapping[str, Any]) -> list[Key]:
+        """The keys of all requested values; ``names`` are those of parameters and modules, by source."""
+        return asked_for(self._registry.metrics, names, self.summary.choice.shown)
+
+    def missing(
+        self, record: StepRecord, absent: Mapping[tuple[str, str], str], names: Mapping[str, Any], owned: Set[str] | None
+    ) -> dict[Key, str]:
+        """Why requested values are not in ``record``, the last one. ``owned``: the parameters of attached optimizers, if known."""
+        if self._reasons is None:
+            return {}
+        return Reasons(record, names, absent, self._reasons, owned).missing(self._registry.metrics, self.layers)
+
+
+def _of_all(
+    tables: dict[str, StatsTable], refused: Mapping[str, str], plans: Mapping[str, SourcePlan]
+) -> Mapping[str, StatsTable]:
+    """The tables of all parameters. The others are marked: a sum over a part of the model must not be taken for one over the whole."""
+    whole = {source: table for source, table in tables.items() if source not in refused}
+    for source in tables.keys() & plans.keys() - whole.keys():
+        tables[source] = replace(tables[source], is_part=True)
+    return whole
 
 
 def _hidden(values: StepValues, registry: Registry, heads: frozenset[Key]) -> frozenset[Key]:

@@ -152,16 +152,26 @@ DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsi
 _VIEWS_OF_GRADIENTS = {**DISTRIBUTION, "grad_max": "max"}
 
 
-def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[str, float]:
-    """The values by name, without undefined ones; ``wanted``: names in :data:`DISTRIBUTION` to compute as well."""
+@cache
+def _not_measured(columns: frozenset[Column]) -> dict[str, str]:
+    return {name: ASKED_LATE for name, view in _VIEWS_OF_GRADIENTS.items() if view not in views_of(columns)}
+
+
+def gradient_values(before: StatsTable, wanted: Collection[str], absent: dict[str, str]) -> dict[str, float]:
+    """The values by name; ``wanted``: names in :data:`DISTRIBUTION` to compute as well; ``absent`` gets reasons for missing ones."""
+    absent.update(_not_measured(before.columns))
     totals, norm = before.totals, math.sqrt(before.totals[Column.SQUARE_SUM])
     values = {"grad_norm": norm, "grad_nonfinite_count": totals[Column.NONFINITE]}
-    if VIEWS["max"].columns <= before.columns:
+    if "max" in views_of(before.columns):
         largest = max(totals[Column.MAX], -totals[Column.MIN])
         if largest >= 0:  # else it is that of no element
             values["grad_max"] = abs(largest)  # 0 for -0
+        else:
+            absent.update(dict.fromkeys(("grad_max", "grad_sparsity"), "no gradient has a finite element"))
     if 0 < norm < float("inf"):
         values["grad_top_fraction"] = max(before.rows[:, Column.SQUARE_SUM].tolist()) / norm**2
+    else:
+        absent["grad_top_fraction"] = f"the gradient norm is {norm}"
     if not DISTRIBUTION.keys().isdisjoint(wanted):
         row = merge_by_group(before.rows, [0] * len(before.names), 1)  # rows are additive, so this is that of all elements
         for name, view in ((name, VIEWS[view]) for name, view in DISTRIBUTION.items() if name in wanted):
@@ -482,9 +492,14 @@ class ClipWindow:
     different norms share is not a clip but a scaling, such as a division by the number of micro-batches. A single step shows only the
     reciprocal of a whole number, which is taken for a division until other factors come. So are steps with narrow gradients, whose
     rounding makes factors alike.
+
+    Attributes:
+        has_edits: gradients were written to in one of the steps.
+        has_scaled: their norm changed by that, so that a clip may have acted.
     """
 
     def __init__(self) -> None:
+        self.has_scaled = False
         self.load([])
 
     def add(self, edited: bool, before: float, after: float, rounding: float = 0.0) -> None:
@@ -493,15 +508,17 @@ class ClipWindow:
         rounds_nothing = abs(factor - 1) <= _SAME
         self._steps.append(_Step(edited, before, factor, _SAME if rounds_nothing else max(_SAME, rounding)))
         self.has_edits = any(map(_EDITED, self._steps))
+        self.has_scaled = (edited and factor != 1.0) or (self.has_scaled and self._are_scaled())
 
     def __len__(self) -> int:
         return len(self._steps)
 
+    def _are_scaled(self) -> bool:
+        return not {*map(_FACTOR, filter(_EDITED, self._steps))} <= {1.0}
+
     def share(self) -> tuple[float | None, float | None]:
-        """Share of clipped steps. None if gradients were only scaled; then also the largest factor."""
+        """Share of clipped steps, 0 where none :attr:`has_scaled`. None if gradients were only scaled; then also the largest factor."""
         edited = sorted(filter(_EDITED, self._steps), key=_FACTOR)
-        if {*map(_FACTOR, edited)} <= {1.0}:
-            return 0.0, None  # as of a clip that never acts
         factors = _scalings(edited)
         limit = max(factors, default=1.0) * (1 - _SAME)
         clipped = 0
@@ -521,7 +538,7 @@ class ClipWindow:
 
     def load(self, state: Iterable[Sequence[float]]) -> None:
         self._steps = deque((_Step(bool(edited), *map(float, rest)) for edited, *rest in state), maxlen=WINDOW)
-        self.has_edits = any(map(_EDITED, self._steps))
+        self.has_edits, self.has_scaled = any(map(_EDITED, self._steps)), self._are_scaled()
 
 
 def _scalings(steps: Sequence[_Step]) -> list[float]:
@@ -609,7 +626,8 @@ class Summary:
         self._batches: MicroBatchStats | None = None
         self._clips = ClipWindow()
         self._sets_others = False
-        self._plain: deque[tuple[StatsTable, StatsTable, float]] = deque(maxlen=_REMEMBERED)
+        # of the last steps whose gradients stayed in their tensors: these before and after, and the relative rounding in between
+        self.plain: deque[tuple[StatsTable, StatsTable, float]] = deque(maxlen=_REMEMBERED)
 
     def add_batches(self, batches: MicroBatchStats) -> None:
         self._batches = batches
@@ -626,19 +644,15 @@ class Summary:
         self.interrupted += interrupted
         self.nonfinite += steps - interrupted
 
-    def sets_others(self, tables: Mapping[str, StatsTable], rounding: float, is_assigned: bool, is_dropped: bool) -> bool:
+    def sets_others(self, before: StatsTable | None, after: StatsTable | None, rounding: float, is_assigned: bool) -> bool:
         """Whether the gradients that the loop has put in the place of those of the backward passes are its own, see :func:`are_others`:
         in other tensors (``is_assigned``), or in the same ones after it has dropped those of an earlier pass, so that the last one's are
         perhaps only a part.
         """
-        before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
         if before is None or after is None:
-            return (is_assigned or is_dropped) and self._sets_others
-        if not (is_assigned or is_dropped):
-            self._plain.append((before, after, rounding))
-            return False
+            return self._sets_others
         found = are_others(before, after, rounding, self._sets_others)
-        if found and not is_assigned and any(are_others(*plain) for plain in self._plain):
+        if found and not is_assigned and any(are_others(*plain) for plain in self.plain):
             return False  # the loop writes to its gradients so where it drops none, as one that adds noise
         self._sets_others = found
         return found
@@ -654,14 +668,37 @@ class Summary:
         """The values of one step by name, including those that are not shown. ``tables``: of all parameters or not at all; ``base``: the
         updated parameters before the update; ``absent`` gets reasons; ``batch_norms``: of micro-batches, by rank.
         """
+        clips, before, after = self._clips, tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
         self.not_applied += not facts.applied
         self.interrupted += "interrupted" in facts.context
-        values = {"steps_not_applied": float(self.not_applied)}
-        before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
-        used_all = before is None or facts.used.issuperset(before.names)
-        values |= self._gradients(before, after, facts, used_all, absent)
-        values |= self._clip_values(before, after, facts, used_all, absent)
         self.nonfinite += facts.nonfinite
+        values = {"steps_not_applied": float(self.not_applied)}
+        used_all = before is None or facts.used.issuperset(before.names)
+        if before is None or (after is not None and after.names != before.names and brings_others(before, after)):
+            advice = SET_BY_HAND if facts.attached and after is not None else CLIP_SEEN
+            if before is None and after is None and facts.used:
+                advice = "no parameter had a gradient when the optimizers stepped"
+            reason = f"the gradients before clipping were not seen: no backward pass ran through the parameters' hooks; {advice}"
+            absent.update(dict.fromkeys(OF_GRADIENTS, facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)))
+        else:
+            values |= gradient_values(before, self.choice.wanted, absent)
+            if facts.applied and after is not None and used_all:
+                edited = facts.edited or (not after.same_as and differ(before, after, facts.rounding if facts.rounds else 0.0))
+                kept = (
+                    before if before.names == after.names else rows_of(before, set(after.names))
+                )  # what is removed is not clipped
+                norms = math.sqrt(kept.totals[Column.SQUARE_SUM]), math.sqrt(after.totals[Column.SQUARE_SUM])
+                clips.add(edited, *norms, facts.rounding)
+        if after is not None and used_all and clips.has_edits:
+            values["grad_norm_after_clip"] = math.sqrt(after.totals[Column.SQUARE_SUM])
+            share, factor = clips.share() if clips.has_scaled else (0.0, None)
+            if share is None:
+                why = f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
+                absent["clip_fraction"] = why
+            else:
+                values["clip_fraction"] = share
+        else:
+            values |= self._without_clip(before, after, facts, used_all, absent)
         if self._batches is not None:
             values |= self._batches.compute(batch_norms or {}, values.get("grad_norm"), facts.ranks, absent)
         if (table := tables.get(n.PARAMETER)) is not None:
@@ -672,42 +709,20 @@ class Summary:
             absent["param_norm"] = facts.refused.get(n.PARAMETER, reason)
         if facts.step % self.choice.update_every:  # a user's metric may have measured updates of some layers
             absent.update(dict.fromkeys(UPDATE_KEYS, f"updates are measured on every {UPDATE_EVERY}th step"))
-        elif not facts.applied:
-            absent.update(dict.fromkeys(UPDATE_KEYS, not_applied(facts.context)))
-        elif (update := tables.get(n.UPDATE)) is None or base is None:
-            reason = "no attached optimizer changed a parameter"
-            absent.update(dict.fromkeys(UPDATE_KEYS, facts.refused.get(n.UPDATE, reason)))
         else:
-            values |= update_values(rows_of(update, facts.trainable), rows_of(base, facts.trainable), facts.matrices, absent)
+            values |= self._of_updates(tables.get(n.UPDATE), base, facts, absent)
         return values
 
-    def _gradients(
-        self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, used_all: bool, absent: dict[str, str]
+    def _of_updates(
+        self, update: StatsTable | None, base: StatsTable | None, facts: StepFacts, absent: dict[str, str]
     ) -> dict[str, float]:
-        if before is None or (after is not None and after.names != before.names and brings_others(before, after)):
-            advice = SET_BY_HAND if facts.attached and after is not None else CLIP_SEEN
-            if before is None and after is None and facts.used:
-                advice = "no parameter had a gradient when the optimizers stepped"
-            reason = f"the gradients before clipping were not seen: no backward pass ran through the parameters' hooks; {advice}"
-            absent.update(dict.fromkeys(OF_GRADIENTS, facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)))
-            return {}
-        values, known = gradient_values(before, self.choice.wanted), views_of(before.columns)
-        for name, view in _VIEWS_OF_GRADIENTS.items():
-            if view not in known:
-                absent[name] = ASKED_LATE
-        if "max" in known and "grad_max" not in values:
-            absent.update(dict.fromkeys(("grad_max", "grad_sparsity"), "no gradient has a finite element"))
-        if "grad_top_fraction" not in values:
-            absent["grad_top_fraction"] = f"the gradient norm is {values['grad_norm']}"
-        if facts.applied and after is not None and used_all:
-            edited = facts.edited or (not after.same_as and differ(before, after, facts.rounding if facts.rounds else 0.0))
-            if before.names != after.names:
-                before = rows_of(before, set(after.names))  # a removed gradient is not clipped
-            norms = math.sqrt(before.totals[Column.SQUARE_SUM]), math.sqrt(after.totals[Column.SQUARE_SUM])
-            self._clips.add(edited, *norms, facts.rounding)
-        return values
+        if facts.applied and update is not None and base is not None:
+            return update_values(rows_of(update, facts.trainable), rows_of(base, facts.trainable), facts.matrices, absent)
+        reason = facts.refused.get(n.UPDATE, "no attached optimizer changed a parameter")
+        absent.update(dict.fromkeys(UPDATE_KEYS, reason if facts.applied else not_applied(facts.context)))
+        return {}
 
-    def _clip_values(
+    def _without_clip(
         self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, used_all: bool, absent: dict[str, str]
     ) -> dict[str, float]:
         if after is None and facts.used and used_all:
@@ -724,16 +739,8 @@ class Summary:
                 absent["clip_fraction"] = reason
                 trained = rows_of(after, facts.trainable)
                 return {"grad_norm_after_clip": math.sqrt(trained.totals[Column.SQUARE_SUM])}
-        elif after is None or not used_all:
-            reason = not_applied(facts.context) if "interrupted" in facts.context else "not every attached optimizer stepped"
         else:
-            values, (share, factor) = {"grad_norm_after_clip": math.sqrt(after.totals[Column.SQUARE_SUM])}, self._clips.share()
-            if share is None:
-                why = f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
-                absent["clip_fraction"] = why
-            else:
-                values["clip_fraction"] = share
-            return values
+            reason = not_applied(facts.context) if "interrupted" in facts.context else "not every attached optimizer stepped"
         absent.update(dict.fromkeys(_CLIP_KEYS, reason))
         return {}
 
