@@ -377,7 +377,6 @@ def trained_parts(
 
 #: Relative difference below which norms of tensors have one factor in common; narrow gradients have as many roundings more.
 _SAME, _ROUNDINGS = 1e-3, 8
-_EXTREMES = frozenset({Column.MIN, Column.MAX})
 #: Severity of a finding, most severe first.
 Severity = Literal["error", "warning", "info"]
 #: Two rules of findings: what the user has declared does not hold; NaN or Inf comes with the batch, of which the spike warns.
@@ -489,11 +488,11 @@ class StatsTable:
     @cached_property
     def totals(self) -> list[float]:
         """The row of all tensors together."""
-        found: list[float] = self.rows.sum(0).tolist()
-        if not self.columns.isdisjoint(_EXTREMES):
-            least, most = self.rows[:, Column.MIN].tolist(), self.rows[:, Column.MAX].tolist()
-            found[Column.MIN :] = min(least, default=math.inf), max(most, default=-math.inf)
-        return found
+        *sums, least, most = self.rows.sum(0).tolist()
+        if not {Column.MIN, Column.MAX}.isdisjoint(self.columns):  # else they are infinite in all rows
+            least = min(self.rows.select(1, Column.MIN).tolist(), default=math.inf)
+            most = max(self.rows.select(1, Column.MAX).tolist(), default=-math.inf)
+        return [*sums, least, most]
 
 
 class StepRecord(NamedTuple):

@@ -56,7 +56,8 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     fence = Fence(complaints, inert)
     layers, is_stored = LayerSelection(options.layers), directory.path is not None
     summary = Summary(SummaryChoice(all_columns=is_stored, of_layers=layers.needs))
-    factory = RecordFactory(planner.registry, layers, summary, is_stored, directory.annotate)
+    factory = RecordFactory(planner.registry, layers, summary, directory.annotate)
+    factory.is_stored = is_stored
     detectors = DetectorSet(summary, complaints)
     statistics = Statistics(complaints, float(options.zero_threshold), False if inert else kernel_choice())
     captures = Captures(Measurer(statistics, complaints, ranks), fence, options.sampled_updates)

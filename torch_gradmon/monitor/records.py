@@ -17,7 +17,6 @@ from ..core.errors import GradmonWarning, SpikeError, WarningLog
 from ..core.fence import Fence
 from ..core.formatting import listed, placed, printable
 from ..core.keys import Key
-from ..core.moments import WIDTH
 from ..core.records import KeyFormatter, SpikeEvent, StatsTable, StepRecord, StepValues, loss_among
 from ..core.torch_modes import HomeProcess, fresh_grad_mode, outside_dispatch_modes, process_facts
 from ..core.validation import subsample_steps
@@ -335,7 +334,7 @@ class Publisher:
         self._waiting: StepRecord | None = None
 
     def __del__(self) -> None:
-        if not self._is_closed:
+        if self.sinks and not self._is_closed and self._receivers():
             self.close()
 
     def add(self, sink: FilteredSink) -> None:
@@ -364,15 +363,15 @@ class Publisher:
             shown.pop(self.format_keys.text(key), None)
         return shown
 
-    def put(self, record: StepRecord, amends: bool, is_muted: bool) -> None:
+    def put(self, record: StepRecord, amends: bool) -> None:
         """Take a step's record. ``amends``: it replaces the previous one."""
-        if os.getpid() != self._process.number or (is_muted and not self._receivers()):
+        if os.getpid() != self._process.number:
             return
         if self._waiting is not None and not amends:
             self.publish()
         if not amends or self._waiting is not None:
             self._waiting, self._is_closed = record, False
-        elif self.sinks:
+        elif self._receivers():
             self._complaints.add("late", f"a value for step {record.step} came after the step had gone out to the sinks")
 
     def publish(self) -> None:
@@ -412,8 +411,6 @@ class Publisher:
 
 #: The largest number of records, the largest size of their statistics in bytes, and the number of records kept in any case.
 MOST, BYTES, FEWEST = 400, 32 << 20, 48
-#: The size of the statistics of one tensor in bytes.
-_ROW = 8 * WIDTH
 
 
 class RecordHistory:
@@ -443,10 +440,10 @@ class RecordHistory:
             known = known._replace(values=values.rest)
         self._sample[record.step] = known, tables
         if len(self._sample) >= 2 * FEWEST:
-            rows = 0
+            size = 0
             for table in tables.values():
-                rows += 0 if table.same_as else len(table.names)
-            cap = max(min(self._most, self._budget // max(rows * _ROW, 1)), FEWEST)
+                size += 0 if table.same_as else 64 * len(table.names)
+            cap = max(min(self._most, self._budget // max(size, 1)), FEWEST)
             if len(self._sample) >= 2 * cap:  # rarely, so that a step costs next to nothing
                 self._thin(cap)
 
@@ -569,7 +566,8 @@ class RecordPipeline:
 
     def count_refusal(self, is_interrupted: bool) -> None:
         if self.waiting:
-            self.waiting[-1].count_refusal_after(is_interrupted)
+            self.waiting[-1].refusals_after += 1
+            self.waiting[-1].interruptions_after += is_interrupted
         else:
             self.factory.summary.count_rejected(1, int(is_interrupted))
 
@@ -635,11 +633,9 @@ class RecordPipeline:
         self.history.keep(record)
         for observe in self.observers:
             observe(record, amends)
-        is_stored = self.directory.path is not None
-        is_muted = (is_stored or len(self.publisher.sinks) > 0) and self._is_muted()
-        if is_stored and not is_muted:
+        if self.directory.path is not None and not self._is_muted():
             self.directory.write(record, amends)
-        self.publisher.put(record, amends, is_muted)
+        self.publisher.put(record, amends)
 
     # --- what is added to the step that ended last: its record is here, or was made, or the recorder has the step ----------------
 

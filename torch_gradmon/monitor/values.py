@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 #: Without these a tensor on the CPU is read by ``item()`` as the loop itself would read it.
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _interpreter = torch._C._functorch.peek_interpreter_stack
-#: Of a number that waits: its key and value, and its step.
-_NUMBER, _STEP = itemgetter(0, 1), itemgetter(2)
 _REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
@@ -117,8 +115,8 @@ class ValueLog:
 
     def _log_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        numbers = dict(map(_NUMBER, waiting))
-        are_late = len(numbers) == len(waiting) and set(map(_STEP, waiting)) == {"last"}
+        numbers = dict(map(itemgetter(0, 1), waiting))
+        are_late = len(numbers) == len(waiting) and set(map(itemgetter(2), waiting)) == {"last"}
         if are_late and self._pipeline.add_numbers(numbers):
             return
         late, are_late = StepBuffer(-1, self._fence.complaints), False

@@ -777,7 +777,7 @@ class PendingReadback:
         self._parts = buffer._parts() if any(map(_PARTS_OF, buffer._sources.values())) else []
         self._flags: dict[Key, Tensor] = {}
         reduced = self._reduced() if buffer._values else {}
-        self._is_plain = not (self._parts or buffer._finals)  # all rows are on the host, those of a source in one tensor
+        self._is_plain = not (self._parts or buffer._finals)  # rows are on the host, those of a source in one tensor
         for of in buffer._sources.values():
             self._is_plain = self._is_plain and of.whole is not None and of.whole[1].is_cpu
         # on the host they change no more: whoever measures makes new ones
@@ -820,7 +820,8 @@ class PendingReadback:
             if of.whole is not None:
                 names, rows = tuple(of.whole[0]), blocks.get(id(of.whole[1]), of.whole[1])
             else:
-                names, rows = tuple(places[source]), _rows_at(places[source].values(), blocks)
+                where = places.get(source, of.places)
+                names, rows = tuple(where), _rows_at(where.values(), blocks)
             totals = None if of.whole is None else getattr(of, "totals", None)
             if of.exchanged and not bool((rows[:, Column.COUNT] > 0).all()):  # no rank had any of some
                 counts, totals = rows[:, Column.COUNT].tolist(), None

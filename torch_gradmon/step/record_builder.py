@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from ..core import keys as n
@@ -60,11 +60,6 @@ def _requested(metrics: Iterable[Metric], names: Mapping[str, Sequence[str]]) ->
         elif metric.shown:
             for name in filter(metric.matches, names.get(metric.source, ())):
                 yield metric, name, Key(metric.source, name, metric.name)
-
-
-def asked_for(metrics: Iterable[Metric], names: Mapping[str, Sequence[str]], summary: Iterable[str]) -> list[Key]:
-    """The keys of all requested values."""
-    return [*map(summary_key, summary), *(key for metric, _, key in _requested(metrics, names) if metric.shown)]
 
 
 class ReasonContext(NamedTuple):
@@ -273,10 +268,6 @@ class PendingStep:
             self.late = self.readback.buffer.part()
         self.late.absorb(late)
 
-    def count_refusal_after(self, is_interrupted: bool) -> None:
-        self.refusals_after += 1
-        self.interruptions_after += is_interrupted
-
     def seal(self) -> None:
         """The next step begins: copy late values to the host now, while they are not yet behind its work."""
         if self.late is not None and self.late_readback is None:
@@ -350,24 +341,20 @@ class RecordFactory:
             :attr:`torch_gradmon.step.model_index.ModelIndex.facts`.
     """
 
+    is_stored = False
+
     def __init__(
-        self,
-        registry: Registry,
-        layers: LayerSelection,
-        summary: Summary,
-        is_stored: bool = False,
-        annotate: Callable[..., object] | None = None,
+        self, registry: Registry, layers: LayerSelection, summary: Summary, annotate: Callable[..., object] = dict
     ) -> None:
-        self._registry, self.layers, self.summary, self.is_stored = registry, layers, summary, is_stored
+        self._registry, self.layers, self.summary, self._annotate = registry, layers, summary, annotate
         self.model: Mapping[str, Any] = {}
-        self._annotate = annotate
         self._reasons: ReasonContext | None = None
 
     def know(self, facts: Mapping[str, Any]) -> None:
         # alternating models, as in a GAN, change the inventory in every step, but no other fact
         new = {name: fact for name, fact in facts.items() if fact != self.model.get(name)}
         self.model = facts
-        if new and self._annotate is not None:
+        if new:
             self._annotate(**new)
 
     def make(self, pending: PendingStep) -> tuple[StepRecord, dict[str, float]]:
@@ -381,7 +368,8 @@ class RecordFactory:
         base, batches = tables.pop(n.UPDATE_BASE, None), tables.pop(n.BATCH_GRADIENT, None)
         if refusals := int(noted.pop("unseen_refusals", 0)):
             summary.count_rejected(refusals)
-        gone: set[str] = set()
+        found_inf = bool(noted.pop("found_inf", 0))
+        gone = {n.UPDATE} if found_inf else set()  # of zero, as a fused optimizer has measured them
         before, after, rounding = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT), noted.get("rounding", 0.0)
         is_assigned, is_dropped = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))
         if not (is_assigned or is_dropped):
@@ -390,8 +378,6 @@ class RecordFactory:
         elif summary.sets_others(before, after, rounding, is_assigned):
             gone.add(n.GRADIENT_BEFORE_CLIP)
             absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
-        if found_inf := bool(noted.pop("found_inf", 0)):  # updates of zero were measured by a fused optimizer
-            gone.add(n.UPDATE)
         if gone:
             tables = {source: table for source, table in tables.items() if source not in gone}
             custom = {key: value for key, value in custom.items() if key.source not in gone}
@@ -406,12 +392,11 @@ class RecordFactory:
         blocks = [] if pending.modules is None else pending.modules(tables)
         if attention:
             blocks = [*blocks, *in_blocks(attention)]
-        whole = tables if facts.refused.keys().isdisjoint(tables) else _of_all(tables, facts.refused, active.plans)
+        whole = tables if facts.refused.keys().isdisjoint(tables) else _of_all(tables, facts.refused, active)
         norms = {} if batches is None else norms_by_rank(batches)
         reasons: dict[str, str] = {}
         summarised = summary.compute(facts, whole, base, reasons, norms)
-        for name, why in reasons.items():
-            absent[n.SUMMARY, name] = why
+        absent.update(zip(zip(repeat(n.SUMMARY), reasons, strict=False), reasons.values(), strict=True))
         for source, plan in active.plans.items():
             if plan.views and source in tables:
                 blocks += plan.evaluate(tables[source], base)
@@ -433,7 +418,8 @@ class RecordFactory:
 
     def requested(self, names: Mapping[str, Any]) -> list[Key]:
         """The keys of all requested values; ``names`` are those of parameters and modules, by source."""
-        return asked_for(self._registry.metrics, names, self.summary.choice.shown)
+        of_metrics = (key for metric, _, key in _requested(self._registry.metrics, names) if metric.shown)
+        return [*map(summary_key, self.summary.choice.shown), *of_metrics]
 
     def missing(
         self, record: StepRecord, absent: Mapping[tuple[str, str], str], names: Mapping[str, Any], owned: Set[str] | None
@@ -444,12 +430,10 @@ class RecordFactory:
         return Reasons(record, names, absent, self._reasons, owned).missing(self._registry.metrics, self.layers)
 
 
-def _of_all(
-    tables: dict[str, StatsTable], refused: Mapping[str, str], plans: Mapping[str, SourcePlan]
-) -> Mapping[str, StatsTable]:
+def _of_all(tables: dict[str, StatsTable], refused: Mapping[str, str], active: ActiveStep) -> dict[str, StatsTable]:
     """The tables of all parameters. The others are marked: a sum over a part of the model must not be taken for one over the whole."""
     whole = {source: table for source, table in tables.items() if source not in refused}
-    for source in tables.keys() & plans.keys() - whole.keys():
+    for source in tables.keys() & active.plans.keys() - whole.keys():
         tables[source] = replace(tables[source], is_part=True)
     return whole
 

@@ -149,12 +149,11 @@ OTHERS = (
 
 #: Views of the elements of all gradients together; only on request, since they need more columns.
 DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsity"}
-_VIEWS_OF_GRADIENTS = {**DISTRIBUTION, "grad_max": "max"}
 
 
 @cache
 def _not_measured(columns: frozenset[Column]) -> dict[str, str]:
-    return {name: ASKED_LATE for name, view in _VIEWS_OF_GRADIENTS.items() if view not in views_of(columns)}
+    return {name: ASKED_LATE for name, view in {**DISTRIBUTION, "grad_max": "max"}.items() if view not in views_of(columns)}
 
 
 def gradient_values(before: StatsTable, wanted: Collection[str], absent: dict[str, str]) -> dict[str, float]:
@@ -169,7 +168,7 @@ def gradient_values(before: StatsTable, wanted: Collection[str], absent: dict[st
         else:
             absent.update(dict.fromkeys(("grad_max", "grad_sparsity"), "no gradient has a finite element"))
     if 0 < norm < float("inf"):
-        values["grad_top_fraction"] = max(before.rows[:, Column.SQUARE_SUM].tolist()) / norm**2
+        values["grad_top_fraction"] = max(before.rows.select(1, Column.SQUARE_SUM).tolist()) / norm**2
     else:
         absent["grad_top_fraction"] = f"the gradient norm is {norm}"
     if not DISTRIBUTION.keys().isdisjoint(wanted):
@@ -426,7 +425,7 @@ def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], abse
         values["update_ratio"] = values["update_norm"] / norm
     else:
         absent["update_ratio"] = f"the norm of the updated parameters was {norm} before the update"
-    changed, there = (table.rows[:, Column.SQUARE_SUM].tolist() for table in (update, base))
+    changed, there = (table.rows.select(1, Column.SQUARE_SUM).tolist() for table in (update, base))
     ratios = [
         math.sqrt(new / old) for name, new, old in zip(update.names, changed, there, strict=True) if name in matrices and old > 0
     ]
@@ -492,14 +491,9 @@ class ClipWindow:
     different norms share is not a clip but a scaling, such as a division by the number of micro-batches. A single step shows only the
     reciprocal of a whole number, which is taken for a division until other factors come. So are steps with narrow gradients, whose
     rounding makes factors alike.
-
-    Attributes:
-        has_edits: gradients were written to in one of the steps.
-        has_scaled: their norm changed by that, so that a clip may have acted.
     """
 
     def __init__(self) -> None:
-        self.has_scaled = False
         self.load([])
 
     def add(self, edited: bool, before: float, after: float, rounding: float = 0.0) -> None:
@@ -508,7 +502,8 @@ class ClipWindow:
         rounds_nothing = abs(factor - 1) <= _SAME
         self._steps.append(_Step(edited, before, factor, _SAME if rounds_nothing else max(_SAME, rounding)))
         self.has_edits = any(map(_EDITED, self._steps))
-        self.has_scaled = (edited and factor != 1.0) or (self.has_scaled and self._are_scaled())
+        # else nothing was clipped
+        self.has_scaled: bool = (edited and factor != 1.0) or (self.has_scaled and self._are_scaled())
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -517,7 +512,7 @@ class ClipWindow:
         return not {*map(_FACTOR, filter(_EDITED, self._steps))} <= {1.0}
 
     def share(self) -> tuple[float | None, float | None]:
-        """Share of clipped steps, 0 where none :attr:`has_scaled`. None if gradients were only scaled; then also the largest factor."""
+        """Share of clipped steps. None if gradients were only scaled; then also the largest factor."""
         edited = sorted(filter(_EDITED, self._steps), key=_FACTOR)
         factors = _scalings(edited)
         limit = max(factors, default=1.0) * (1 - _SAME)
@@ -538,7 +533,8 @@ class ClipWindow:
 
     def load(self, state: Iterable[Sequence[float]]) -> None:
         self._steps = deque((_Step(bool(edited), *map(float, rest)) for edited, *rest in state), maxlen=WINDOW)
-        self.has_edits, self.has_scaled = any(map(_EDITED, self._steps)), self._are_scaled()
+        self.has_edits = any(map(_EDITED, self._steps))
+        self.has_scaled = self._are_scaled()
 
 
 def _scalings(steps: Sequence[_Step]) -> list[float]:
@@ -684,9 +680,8 @@ class Summary:
             values |= gradient_values(before, self.choice.wanted, absent)
             if facts.applied and after is not None and used_all:
                 edited = facts.edited or (not after.same_as and differ(before, after, facts.rounding if facts.rounds else 0.0))
-                kept = (
-                    before if before.names == after.names else rows_of(before, set(after.names))
-                )  # what is removed is not clipped
+                # a gradient that the loop has removed is not clipped
+                kept = before if before.names == after.names else rows_of(before, set(after.names))
                 norms = math.sqrt(kept.totals[Column.SQUARE_SUM]), math.sqrt(after.totals[Column.SQUARE_SUM])
                 clips.add(edited, *norms, facts.rounding)
         if after is not None and used_all and clips.has_edits:
@@ -709,18 +704,14 @@ class Summary:
             absent["param_norm"] = facts.refused.get(n.PARAMETER, reason)
         if facts.step % self.choice.update_every:  # a user's metric may have measured updates of some layers
             absent.update(dict.fromkeys(UPDATE_KEYS, f"updates are measured on every {UPDATE_EVERY}th step"))
+        elif not facts.applied:
+            absent.update(dict.fromkeys(UPDATE_KEYS, not_applied(facts.context)))
+        elif (update := tables.get(n.UPDATE)) is None or base is None:
+            reason = "no attached optimizer changed a parameter"
+            absent.update(dict.fromkeys(UPDATE_KEYS, facts.refused.get(n.UPDATE, reason)))
         else:
-            values |= self._of_updates(tables.get(n.UPDATE), base, facts, absent)
+            values |= update_values(rows_of(update, facts.trainable), rows_of(base, facts.trainable), facts.matrices, absent)
         return values
-
-    def _of_updates(
-        self, update: StatsTable | None, base: StatsTable | None, facts: StepFacts, absent: dict[str, str]
-    ) -> dict[str, float]:
-        if facts.applied and update is not None and base is not None:
-            return update_values(rows_of(update, facts.trainable), rows_of(base, facts.trainable), facts.matrices, absent)
-        reason = facts.refused.get(n.UPDATE, "no attached optimizer changed a parameter")
-        absent.update(dict.fromkeys(UPDATE_KEYS, reason if facts.applied else not_applied(facts.context)))
-        return {}
 
     def _without_clip(
         self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, used_all: bool, absent: dict[str, str]
