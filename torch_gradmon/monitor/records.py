@@ -676,12 +676,9 @@ class RecordPipeline:
     def add_numbers(self, numbers: Mapping[Key, float]) -> bool:
         """Add plain numbers to a record that is here, where no value is merged with them; returns whether that is so."""
         buffer, known = self._late or self._of_last, self._added.keys()
-        if (
-            self.last is None
-            or buffer is None
-            or not known.isdisjoint(numbers)
-            or not buffer.has_only(known - self._numbers.keys())
-        ):
+        if self.last is None or buffer is None or not known.isdisjoint(numbers):
+            return False
+        if not buffer.has_only(known - self._numbers.keys()):
             return False
         self._numbers.update(numbers)
         self._amend({**self._added, **numbers})

@@ -260,7 +260,7 @@ class DeviceToHostCopy:
         return self.host
 
 
-#: Of steps whose values are all on the host, where they change no more.
+#: Of steps whose values are all on the host, where they change no more: whoever measures makes new rows.
 _ARRIVED = DeviceToHostCopy([])
 
 
@@ -765,9 +765,8 @@ class StepBuffer:
 
 
 class PendingReadback:
-    """The values of a buffer, in which nothing may be stored from now on, on their way to the host. Does not synchronise."""
-
     def __init__(self, buffer: StepBuffer) -> None:
+        """Start the copy of its values to the host, after which nothing may be stored there. Does not synchronise."""
         if buffer._streams:
             buffer.join_streams()
         self.buffer = buffer
@@ -780,7 +779,6 @@ class PendingReadback:
         self._is_plain = not (self._parts or buffer._finals)  # rows are on the host, those of a source in one tensor
         for of in buffer._sources.values():
             self._is_plain = self._is_plain and of.whole is not None and of.whole[1].is_cpu
-        # on the host they change no more: whoever measures makes new ones
         blocks = {} if self._is_plain else {number: block for number, block in buffer._blocks().items() if not block.is_cpu}
         self._keys, self._blocks, facts = [*reduced], blocks, []
         for fact in buffer.noted.values():

@@ -389,9 +389,8 @@ class RecordFactory:
             custom[summary_key("overhead_fraction")] = pending.cost
         custom.update(active.values)
         attention, heads = ({}, frozenset[Key]()) if _ATTENTION.isdisjoint(tables) else head_values(tables, buffer.unshown)
-        blocks = [] if pending.modules is None else pending.modules(tables)
-        if attention:
-            blocks = [*blocks, *in_blocks(attention)]
+        modules = pending.modules
+        blocks = [*(() if modules is None else modules(tables)), *(in_blocks(attention) if attention else ())]
         whole = tables if facts.refused.keys().isdisjoint(tables) else _of_all(tables, facts.refused, active)
         norms = {} if batches is None else norms_by_rank(batches)
         reasons: dict[str, str] = {}
@@ -403,10 +402,8 @@ class RecordFactory:
         if self.layers.choice is not None:
             of_several = self.layers.choice in ("blocks", "top")  # which all have to be measured for that
             blocks += self.layers.values(whole if of_several else tables, base, pending.groups, inventory.names)
-        first: dict[Key, float] = {}
-        for name in shown:
-            if name in summarised:
-                first[summary_key(name)] = summarised[name]
+        found = [*filter(summarised.__contains__, shown)]
+        first = dict(zip(map(summary_key, found), map(summarised.__getitem__, found), strict=True))
         for key, value in custom.items():
             if key.source == n.SUMMARY:
                 first[key] = value

@@ -149,19 +149,17 @@ OTHERS = (
 
 #: Views of the elements of all gradients together; only on request, since they need more columns.
 DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsity"}
-
-
-@cache
-def _not_measured(columns: frozenset[Column]) -> dict[str, str]:
-    return {name: ASKED_LATE for name, view in {**DISTRIBUTION, "grad_max": "max"}.items() if view not in views_of(columns)}
+_VIEWS_OF_GRADIENTS = {**DISTRIBUTION, "grad_max": "max"}
 
 
 def gradient_values(before: StatsTable, wanted: Collection[str], absent: dict[str, str]) -> dict[str, float]:
     """The values by name; ``wanted``: names in :data:`DISTRIBUTION` to compute as well; ``absent`` gets reasons for missing ones."""
-    absent.update(_not_measured(before.columns))
-    totals, norm = before.totals, math.sqrt(before.totals[Column.SQUARE_SUM])
+    totals, norm, known = before.totals, math.sqrt(before.totals[Column.SQUARE_SUM]), views_of(before.columns)
+    for name, metric in _VIEWS_OF_GRADIENTS.items():
+        if metric not in known:
+            absent[name] = ASKED_LATE
     values = {"grad_norm": norm, "grad_nonfinite_count": totals[Column.NONFINITE]}
-    if "max" in views_of(before.columns):
+    if "max" in known:
         largest = max(totals[Column.MAX], -totals[Column.MIN])
         if largest >= 0:  # else it is that of no element
             values["grad_max"] = abs(largest)  # 0 for -0
@@ -415,7 +413,14 @@ class SummaryChoice:
 
 # --- Whole-model values of updates, and comparisons of the statistics of two moments ---
 
-_TENTHS = torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")
+
+def _tenths(values: Sequence[float]) -> list[float]:
+    """Their 10th and 90th percentile, to the bit what ``torch.quantile`` finds, which takes four times as long in a cold cache."""
+    ordered = [math.nan] * len(values) if any(map(math.isnan, values)) else sorted(values)
+    places = [share * (len(values) - 1) for share in (0.1, 0.9)]
+    below, above = [ordered[math.floor(place)] for place in places], [ordered[math.ceil(place)] for place in places]
+    weighed = torch.tensor([below, above, [place % 1 for place in places]], dtype=torch.float64, device="cpu")
+    return torch.lerp(*weighed.unbind()).tolist()
 
 
 def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], absent: dict[str, str]) -> dict[str, float]:
@@ -430,8 +435,7 @@ def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], abse
         math.sqrt(new / old) for name, new, old in zip(update.names, changed, there, strict=True) if name in matrices and old > 0
     ]
     if ratios:
-        low, high = torch.quantile(torch.tensor(ratios, dtype=torch.float64, device="cpu"), _TENTHS).tolist()
-        values["update_ratio_p10"], values["update_ratio_p90"] = low, high
+        values["update_ratio_p10"], values["update_ratio_p90"] = _tenths(ratios)
     else:
         reason = "no updated parameter of two or more dimensions has a norm above zero"
         absent.update({"update_ratio_p10": reason, "update_ratio_p90": reason})
@@ -502,8 +506,7 @@ class ClipWindow:
         rounds_nothing = abs(factor - 1) <= _SAME
         self._steps.append(_Step(edited, before, factor, _SAME if rounds_nothing else max(_SAME, rounding)))
         self.has_edits = any(map(_EDITED, self._steps))
-        # else nothing was clipped
-        self.has_scaled: bool = (edited and factor != 1.0) or (self.has_scaled and self._are_scaled())
+        self.has_scaled: bool = (edited and factor != 1.0) or (self.has_scaled and self._are_scaled())  # else nothing was clipped
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -609,7 +612,7 @@ def head_values(tables: dict[str, StatsTable], unshown: Set[tuple[str, str]]) ->
     return values, frozenset(key for key in values if not key.metric and (key.source, key.name) in unshown)
 
 
-#: For so many steps whose gradients stayed in their tensors it is known what the loop did to them.
+#: For so many steps whose gradients stayed in their tensors it is known what the loop did to them: before, after, and with what rounding.
 _REMEMBERED = 8
 
 
@@ -622,7 +625,6 @@ class Summary:
         self._batches: MicroBatchStats | None = None
         self._clips = ClipWindow()
         self._sets_others = False
-        # of the last steps whose gradients stayed in their tensors: these before and after, and the relative rounding in between
         self.plain: deque[tuple[StatsTable, StatsTable, float]] = deque(maxlen=_REMEMBERED)
 
     def add_batches(self, batches: MicroBatchStats) -> None:
@@ -680,16 +682,16 @@ class Summary:
             values |= gradient_values(before, self.choice.wanted, absent)
             if facts.applied and after is not None and used_all:
                 edited = facts.edited or (not after.same_as and differ(before, after, facts.rounding if facts.rounds else 0.0))
-                # a gradient that the loop has removed is not clipped
-                kept = before if before.names == after.names else rows_of(before, set(after.names))
+                kept = before if before.names == after.names else rows_of(before, set(after.names))  # without removed ones
                 norms = math.sqrt(kept.totals[Column.SQUARE_SUM]), math.sqrt(after.totals[Column.SQUARE_SUM])
                 clips.add(edited, *norms, facts.rounding)
         if after is not None and used_all and clips.has_edits:
             values["grad_norm_after_clip"] = math.sqrt(after.totals[Column.SQUARE_SUM])
             share, factor = clips.share() if clips.has_scaled else (0.0, None)
             if share is None:
-                why = f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
-                absent["clip_fraction"] = why
+                absent["clip_fraction"] = (
+                    f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
+                )
             else:
                 values["clip_fraction"] = share
         else:
