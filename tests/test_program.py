@@ -20,7 +20,8 @@ import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.monitor import program
-from torch_gradmon.monitor.records import Publisher, RecordFactory
+from torch_gradmon.monitor.records import Publisher
+from torch_gradmon.step.record_builder import RecordFactory
 
 from . import loops_in_two_ways as loops
 from .fuzz.program import Program
