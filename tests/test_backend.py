@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from tests import oracle
 from torch_gradmon import GradmonWarning, ModuleMonitor
 from torch_gradmon.core.errors import NotMeasurable, WarningLog
-from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity
+from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column, identity, merge_by_group
 from torch_gradmon.statistics import cpp, kernel_build
 from torch_gradmon.statistics.cpp import CppStatistics, Kernel, compiled, found
 from torch_gradmon.statistics.dispatch import Statistics
@@ -123,6 +124,33 @@ class TestCompiled:
         row = fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS)
         if row is not None:  # None: somebody has to look closer
             oracle.check(views(torch.tensor(row, dtype=torch.float64)), x)
+
+    @pytest.mark.parametrize("count", [*range(1, 10), 63, 64, 65, 130, 1023, 1029, 2500], ids=str)
+    def test_totals(self, fused: CppStatistics, count: int) -> None:
+        """The bits that torch finds, and sums as exact as float64 is; extremes are those of merged rows."""
+        generator = torch.Generator().manual_seed(count)
+        scales = [1e-42, 1e-20, 1.0, 3.0, 1e17, 1e9, 0.0]  # subnormal, and with squares beyond what is exact in float32
+        tensors = [torch.randn(place % 23, generator=generator) * scales[place % 7] for place in range(1, count + 1)]
+        rows, total = fused.at_once(tensors, DEFAULT_EPS) or pytest.fail("all of them can be read")
+        assert total is not None
+        assert total[: Column.MIN] == rows.sum(0).tolist()[: Column.MIN]
+        merged = merge_by_group(rows, [0] * count, 1)[0].tolist()
+        assert total[Column.MIN :] == merged[Column.MIN :] == [rows[:, Column.MIN].min(), rows[:, Column.MAX].max()]
+        for column in range(Column.MIN):
+            exact, size = math.fsum(rows[:, column].tolist()), math.fsum(rows[:, column].abs().tolist())
+            assert abs(total[column] - exact) <= 1e-15 * size
+            assert abs(total[column] - merged[column]) <= max(1e-15, count * 2.0**-53) * size  # that adds row by row
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30], ids=str)
+    def test_totals_are_not_known_where_one_has_to_be_looked_at_closer(self, fused: CppStatistics, value: float) -> None:
+        tensors = [torch.ones(3), torch.full((16,), value), torch.empty(0)]  # 1e30: its square overflows
+        rows, total = fused.at_once(tensors, DEFAULT_EPS) or pytest.fail("all of them can be read")
+        assert total is None
+        assert merge_by_group(rows, [0] * 3, 1)[0, Column.NONFINITE] == (0 if value == 1e30 else 16)
+
+    def test_the_totals_of_what_is_empty_are_those_of_nothing(self, fused: CppStatistics) -> None:
+        _, total = fused.at_once([torch.empty(0), torch.empty(0, 3)], DEFAULT_EPS) or pytest.fail("all of them can be read")
+        assert total == identity(1)[0].tolist()
 
     @pytest.mark.parametrize("dtype", NARROW, ids=str)
     def test_inner_products(self, fused: CppStatistics, dtype: torch.dtype) -> None:

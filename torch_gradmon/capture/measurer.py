@@ -253,7 +253,7 @@ class Measurer:
         self._silent: dict[str, Key] = {}
 
     def measure(self, wanted: Measurement) -> None:
-        plan, tensors, rows = wanted.plan, wanted.tensors, None
+        plan, tensors, found = wanted.plan, wanted.tensors, None
         if plan.measured != tuple(tensors):  # in most steps all are there
             tensors = {p: tensors[p] for p in plan.measured if p in tensors}
         values, second, kernel = list(tensors.values()), wanted.second, self.statistics.kernel
@@ -262,17 +262,18 @@ class Measurer:
         ):  # a plain one is its own part
             others = None if second is None else [second[position] for position in tensors]
             with contextlib.suppress(Exception):  # what is called then fails too, and says so
-                rows = kernel.at_once(values, self.statistics.eps, wanted.inverse_scale, others)
-        put = wanted.buffer.merge_rows if wanted.merging else wanted.buffer.put_rows
-        for positions, measured in self._measured_apart(wanted, tensors) if rows is None else [(list(tensors), rows)]:
-            put(
-                plan.source, plan.names if len(positions) == len(plan.names) else plan.names_at(positions), measured, plan.columns
-            )
+                found = kernel.at_once(values, self.statistics.eps, wanted.inverse_scale, others)
+        for positions, rows, total in self._measured_apart(wanted, tensors) if found is None else [(list(tensors), *found)]:
+            names = plan.names if len(positions) == len(plan.names) else plan.names_at(positions)
+            if wanted.merging:
+                wanted.buffer.merge_rows(plan.source, names, rows, plan.columns)
+            else:
+                wanted.buffer.put_rows(plan.source, names, rows, plan.columns, total)
         if plan.functions and not wanted.are_parts:
             self.run_functions(wanted)
 
-    def _measured_apart(self, wanted: Measurement, tensors: Mapping[int, Any]) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """Positions and rows of this rank's parts of the tensors, those of one device together."""
+    def _measured_apart(self, wanted: Measurement, tensors: Mapping[int, Any]) -> Iterator[tuple[Sequence[int], Tensor, None]]:
+        """Positions and rows of this rank's parts of the tensors, those of one device together, without their totals."""
         plan, others = wanted.plan, None
         parts = tensors if wanted.are_parts else self.ranks.own_parts(tensors, plan.spread)
         found = list(parts.values())
@@ -288,7 +289,7 @@ class Measurer:
                 second = {position: wanted.second[position] for position in group}
                 others = list((second if wanted.are_parts else self.ranks.own_parts(second, plan.spread)).values())
             values = together or list(group.values())
-            yield list(group), self.statistics.measure(values, plan.columns, wanted.inverse_scale, others)
+            yield list(group), self.statistics.measure(values, plan.columns, wanted.inverse_scale, others), None
 
     def run_functions(self, wanted: Measurement) -> None:
         plan, second = wanted.plan, wanted.second

@@ -25,13 +25,14 @@ from .request import PLAIN, Batch, Request, are_alike, as_plain, dtype_of, flat_
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_Row = ctypes.c_double * WIDTH
 #: Some compilers do not know the processor.
 _OPTIONS = (("-march=native",), ())
 
 
 class Kernel(NamedTuple):
-    # of count, entries, scale or None, limit, threads, and the rows to write; returns how many of them are not finite
-    rows: Callable[[int, object, object, float, int, object], int]
+    # of count, entries, scale or None, limit, threads, the rows to write, and their total or None; returns how many rows are not finite
+    rows: Callable[[int, object, object, float, int, object, object], int]
     products: Callable[[int, object, int, object], None]  # of count, entries, threads, and the products to write
 
 
@@ -40,7 +41,7 @@ class CppStatistics(EagerStatistics):
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
-        self._kernel, self._entry, self._one_row = kernel, (ctypes.c_int64 * 4)(), (ctypes.c_double * WIDTH)()
+        self._kernel, self._entry, self._one_row = kernel, (ctypes.c_int64 * 4)(), _Row()
 
     def row_of(
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
@@ -53,26 +54,30 @@ class CppStatistics(EagerStatistics):
         if self._entry[2] and not self._entry[0]:
             return None
         scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
-        nonfinite = self._kernel.rows(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row)
+        nonfinite = self._kernel.rows(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row, None)
         return None if nonfinite else list(self._one_row)
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
         found = self.at_once(tensors, request.eps, request.inverse_scale, minus)
-        return super().rows(tensors, request, minus) if found is None else found
+        return super().rows(tensors, request, minus) if found is None else found[0]
 
     def at_once(
         self, tensors: Sequence[Tensor], eps: float, inverse_scale: Tensor | None = None, minus: Sequence[Tensor] | None = None
-    ) -> Tensor | None:
-        """The rows of tensors, with all columns, on any thread; None if :meth:`rows` must be used: the kernel cannot read all."""
+    ) -> tuple[Tensor, list[float] | None] | None:
+        """The rows of tensors, with all columns, on any thread; and these merged into one, with the bits of ``rows.sum(0)``, where all
+        are finite. None if :meth:`rows` must be used: the kernel cannot read all.
+        """
         # the kernel shares memory alone with torch, so neither autograd nor autocast sees it
         if torch._C._functorch.peek_interpreter_stack() is not None or (entries := _entries(tensors, minus)) is None:
             return None
         rows, threads = torch.empty(len(tensors), WIDTH, dtype=torch.float64, device="cpu"), torch.get_num_threads()
         scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
-        if self._kernel.rows(len(tensors), entries.buffer_info()[0], scale, limit, threads, rows.data_ptr()):
+        total = _Row()
+        if self._kernel.rows(len(tensors), entries.buffer_info()[0], scale, limit, threads, rows.data_ptr(), total):
             closer, _ = needs_precise_pass(rows.tolist(), ALL_COLUMNS)
             rows[closer] = measure_precisely(Batch.read(tensors, minus).take(closer), Request(ALL_COLUMNS, eps, inverse_scale))
-        return rows
+            return rows, None
+        return rows, [*total]
 
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
         # the kernel fills all columns, so all decide on the precise pass: a row does not depend on the request
@@ -171,6 +176,6 @@ def compiled() -> Kernel:
 
 def loaded(library: str) -> Kernel:
     of_library, pointer = ctypes.CDLL(library), ctypes.c_void_p
-    of_rows = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, pointer, pointer, ctypes.c_float, ctypes.c_int, pointer)
+    of_rows = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, pointer, pointer, ctypes.c_float, ctypes.c_int, pointer, pointer)
     of_products = ctypes.CFUNCTYPE(None, ctypes.c_int64, pointer, ctypes.c_int, pointer)
     return Kernel(of_rows(("torch_gradmon_rows", of_library)), of_products(("torch_gradmon_products", of_library)))

@@ -346,6 +346,7 @@ class _Source:
     last: Tensor | None = None  # of these, the rows that were put last
     parts: dict[str, list[Tensor]] = field(default_factory=dict)  # what merges
     exchanged: set[str] = field(default_factory=set)  # whose rows are merged over ranks
+    totals: list[float] | None = None  # the rows of `whole` merged into one, where that is known
 
     @property
     def rows(self) -> Rows:
@@ -392,8 +393,10 @@ class StepBuffer:
             found.columns &= columns
         return found
 
-    def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
-        """Store statistics ``[len(names), 8]`` of different names, replacing those of the same ones."""
+    def put_rows(
+        self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column], totals: list[float] | None = None
+    ) -> None:
+        """Store statistics ``[len(names), 8]`` of different names, replacing those of the same ones; ``totals``: these merged into one."""
         if not rows.is_cpu:
             self._note_stream(rows.device)
         if len(names) != len(rows):
@@ -403,7 +406,7 @@ class StepBuffer:
             of.columns &= columns
         of.last = rows
         if of.whole is None and not of.places:
-            of.whole = names, rows
+            of.whole, of.totals = (names, rows), totals
         else:
             of.rows.update(zip(names, zip(repeat(rows), count()), strict=False))
 
