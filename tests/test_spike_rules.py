@@ -28,7 +28,7 @@ from torch_gradmon.spikes import (
     SpikeDetector,
     Threshold,
 )
-from torch_gradmon.spikes.detector import judge
+from torch_gradmon.spikes.detector import verdict_on
 from torch_gradmon.spikes.hampel import SortedWindow, add_each, value_at
 from torch_gradmon.spikes.rules import HampelBank
 
@@ -316,7 +316,7 @@ def test_a_bank_gives_the_scores_and_states_of_single_rules(rule: Hampel) -> Non
     for step in range(steps):
         found, spikes, usual = bank.verdicts(torch.tensor([values[step] for values in series], dtype=torch.float64), learns=True)
         for signal, values in enumerate(series):
-            verdict = judge(singles[signal], "x", step, values[step])
+            verdict = verdict_on(singles[signal], "x", step, values[step], learns=True)
             assert alike(found[signal].item(), math.nan if verdict.score is None else verdict.score)
             assert spikes[signal].item() == verdict.is_spike
             if verdict.is_spike and verdict.usual is not None:

@@ -43,20 +43,8 @@ class Verdict(NamedTuple):
     usual: float | None = None
 
 
-def judge(rule: Rule, signal: str, step: int, value: float) -> Verdict:
-    """The verdict on ``value``, which the rule then learns unless it is NaN or infinite.
-
-    Raises:
-        TypeError: ``value`` is not a number.
-    """
-    verdict = verdict_on(rule, signal, step, value)
-    if math.isfinite(value := float(value)):
-        rule.update(value)
-    return verdict
-
-
-def verdict_on(rule: Rule, signal: str, step: int, value: float) -> Verdict:
-    """The verdict on ``value``. Nothing is learned.
+def verdict_on(rule: Rule, signal: str, step: int, value: float, learns: bool) -> Verdict:
+    """The verdict on ``value``. If the rule ``learns``, it then learns the value unless that is NaN or infinite.
 
     Raises:
         TypeError: ``value`` is not a number.
@@ -71,10 +59,13 @@ def verdict_on(rule: Rule, signal: str, step: int, value: float) -> Verdict:
     found = rule.score(value)
     score = None if found is None else float(found)  # a rule may return any number type
     if score is None or not score > threshold:
-        score = None if score != score else score
-        return Verdict(False, score, threshold, "")
-    usual = getattr(rule, "baseline", None)  # before it learns the spike
-    return Verdict(True, score, threshold, _words(signal, value, usual, score, threshold), usual)
+        verdict = Verdict(False, None if score != score else score, threshold, "")
+    else:
+        usual = getattr(rule, "baseline", None)  # before it learns the spike
+        verdict = Verdict(True, score, threshold, _words(signal, value, usual, score, threshold), usual)
+    if learns:
+        rule.update(value)
+    return verdict
 
 
 def state_of(rule: Rule) -> dict[str, Any]:
@@ -150,13 +141,11 @@ class SpikeDetector:
             TypeError: ``value`` is not a number.
         """
         known, self._predicted = self._predicted, None
-        if known is not None and known[:2] == (step, value):  # a user's rule is called only once for each value
-            verdict = known[2]
-        else:
-            verdict = verdict_on(self.rule, self.name, step, value)
-        if math.isfinite(value := float(value)):
+        if known is None or known[:2] != (step, value):
+            return verdict_on(self.rule, self.name, step, value, learns=True)
+        if math.isfinite(value := float(value)):  # a user's rule is called only once for each value
             self.rule.update(value)
-        return verdict
+        return known[2]
 
     def restart(self) -> None:
         """Forget the values of the signal so far: what comes is another quantity. A rule without a ``state_dict`` goes on."""
@@ -170,7 +159,7 @@ class SpikeDetector:
             TypeError: ``value`` is not a number.
         """
         if self._predicted is None or self._predicted[:2] != (step, value):
-            self._predicted = step, value, verdict_on(self.rule, self.name, step, value)
+            self._predicted = step, value, verdict_on(self.rule, self.name, step, value, learns=False)
         return self._predicted[2]
 
     def predict_all(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
@@ -191,8 +180,7 @@ class SpikeDetector:
             if self._bank is None and is_many and not is_negative:
                 self._use_bank(values)
         if self._bank is None:
-            one = judge if learns else verdict_on
-            return {signal: one(self._rule_of(signal), signal, step, value) for signal, value in values.items()}
+            return {signal: verdict_on(self._rule_of(signal), signal, step, value, learns) for signal, value in values.items()}
         row = torch.tensor([values.get(signal, math.nan) for signal in self._rows], dtype=torch.float64, device="cpu")
         scores, spikes, usual = (found.tolist() for found in self._bank.verdicts(row, learns))
         verdicts, threshold = {}, self._bank.threshold

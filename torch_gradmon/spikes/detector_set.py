@@ -14,7 +14,7 @@ from ..core.errors import WarningLog
 from ..core.formatting import factor_text, times
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
 from ..core.moments import Column
-from ..core.records import SpikeEvent, StepRecord, StepValues, loss_in
+from ..core.records import SpikeEvent, StatsTable, StepRecord, StepValues, loss_in
 from ..step.summary import KEY_DOCUMENTATION, Summary, not_applied
 from .detector import SpikeDetector, Verdict
 from .hampel import LEAST
@@ -215,8 +215,8 @@ class DetectorSet:
         # failed detectors stay known, because what ranks exchange must not depend on a failure
         self._failed: dict[str, SpikeDetector] = {}
         self.failures: dict[str, Exception] = {}  # those without a warning so far
-        #: detectors that may still have a value in this step, and the signals they have had
-        self.due: dict[str, tuple[SpikeDetector, set[str]]] = {}
+        self.due: dict[str, SpikeDetector] = {}  # those that may still have a value in this step
+        self._done: dict[str, set[str]] = {}  # the signals of a pattern that have had one
         self._detected_in: object = None  # the values of this step in which the detectors have looked
         self._matches: dict[str, MatchingValues] = {}
         self._steps_without_value: dict[str, float] = {}  # -inf once there was a value
@@ -250,25 +250,21 @@ class DetectorSet:
         """
         if self.detectors:
             self.history.gradients.add(record.step, record.tables)
-            self._compare_like_with_like(record)
+            table = record.tables.get(GRADIENT_BEFORE_CLIP, record.tables.get(GRADIENT))
+            if table is not None and table.names != self._names:
+                self._compare_like_with_like(table)
         counts = record.applied or bool(record.skipped)  # a step that overflowed is the scaler's affair
         if (self.follow_up.rejected or not counts) and not record.interrupted:
             self.follow_up.step_ended(applied=counts)
-        self._detected_in = None
-        self.due = {}
-        if counts:
-            for name, detector in self.detectors.items():
-                self.due[name] = detector, set()
-        else:
+        self.due, self._done, self._detected_in = dict(self.detectors) if counts else {}, {}, None
+        if not counts:
             absent[SUMMARY, "spike_score"] = not_applied(record.context)
 
-    def _compare_like_with_like(self, record: StepRecord) -> None:
-        """Let whole-model values begin anew if parameters that never had a gradient before, as those of a network that begins late or of
-        layers that were frozen, make most of it: so much that the norm without them would not be as high as a spike.
+    def _compare_like_with_like(self, table: StatsTable) -> None:
+        """The gradients are those of other parameters than in the last step. Let whole-model values begin anew if parameters that never
+        had a gradient before, as those of a network that begins late or of layers that were frozen, make most of it: so much that the norm
+        without them would not be as high as a spike.
         """
-        table = record.tables.get(GRADIENT_BEFORE_CLIP, record.tables.get(GRADIENT))
-        if table is None or table.names == self._names:
-            return
         new = [row for row, name in enumerate(table.names) if name not in self._had_gradients]
         is_first, self._names = not self._had_gradients, table.names
         self._had_gradients.update(table.names)
@@ -283,7 +279,9 @@ class DetectorSet:
     def predict(self, record: StepRecord, whole: Mapping[str, float]) -> list[SpikeEvent]:
         """The events that :meth:`detect` will find in the values known so far. Nothing is learned."""
         events: list[SpikeEvent] = []
-        self._compare_like_with_like(record)
+        table = record.tables.get(GRADIENT_BEFORE_CLIP, record.tables.get(GRADIENT))
+        if table is not None and table.names != self._names:
+            self._compare_like_with_like(table)
         self.predicted = set()
         for name, detector in list(self.detectors.items()):
             try:
@@ -322,24 +320,26 @@ class DetectorSet:
         scores: dict[Key, float] = {}
         events: list[SpikeEvent] = []
         step = record.step
-        for name, (detector, done) in list(self.due.items()):
+        for name, detector in list(self.due.items()):
             try:
-                is_first, is_one = not done, isinstance(detector.signal, str)
+                is_one, done = isinstance(detector.signal, str), self._done.get(name)
                 value = whole.get(name) if is_one else None
                 # tables are complete at the first call
-                values = self._values(detector, record, whole, with_tables=is_first) if value is None else {name: value}
+                values = self._values(detector, record, whole, with_tables=not done) if value is None else {name: value}
                 if done:
                     values = {signal: value for signal, value in values.items() if signal not in done}
                 if not values:
                     continue
-                done.update(values)
+                self._steps_without_value[name] = -math.inf
                 if is_one:
                     del self.due[name]
-                self._steps_without_value[name] = -math.inf
-                verdicts = {name: detector.update(step, values[name])} if is_one else detector.update_all(step, values)
+                    verdicts = {name: detector.update(step, values[name])}
+                else:
+                    self._done.setdefault(name, set()).update(values)
+                    verdicts = detector.update_all(step, values)
                 if any(map(_IS_SPIKE, verdicts.values())):
                     events.append(self._event(detector, step, values, verdicts))
-                if is_first and name == MAIN_SIGNAL and self.history.gradients.spoiled:
+                if not done and name == MAIN_SIGNAL and self.history.gradients.spoiled:
                     norm = math.sqrt(record.tables[GRADIENT].totals[Column.SQUARE_SUM])
                     norm = math.nan if math.isfinite(norm) else norm  # finite where some tensors alone have squares
                     limit = float(detector.rule.threshold)

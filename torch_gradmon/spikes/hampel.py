@@ -41,7 +41,7 @@ class SortedWindow:
 
 
 def add_each(pairs: Iterable[tuple[SortedWindow, float]]) -> None:
-    """Each window takes its value, which is no NaN, for its oldest one. A step adds to four of them, in one call."""
+    """Each window takes its value, which is no NaN, for its oldest one."""
     for window, value in pairs:
         ordered = window.in_order
         if len(ordered) == window.size:
@@ -190,8 +190,6 @@ class Hampel:
 
     def score(self, value: float) -> float | None:
         """Robust standard deviations above normal, negative below it; None for the first eight values."""
-        if self._scored is not None and self._scored[0] == value:
-            return self._scored[1]
         score = None
         if self._count >= JUDGES and not (value < 0 and not self.linear):
             position = value if self.linear else math.log(value) if value > 0 else LOG_OF_ZERO
@@ -218,7 +216,9 @@ class Hampel:
         """Learn a finite ``value`` unless its score is that of a spike."""
         if value < 0 and not self.linear:
             self._restart()
-        score, self._scored = self.score(value), None
+        known = self._scored  # a subclass may have a score of its own
+        score = known[1] if known is not None and known[0] == value and type(self) is Hampel else self.score(value)
+        self._scored = None
         position = value if self.linear else math.log(value) if value > 0 else LOG_OF_ZERO
         is_spike = score is not None and score > self.threshold
         is_high = score is not None and score >= self.threshold

@@ -44,6 +44,9 @@ class StatefulRule:
 
     _state: tuple[str, ...] = ()
 
+    def update(self, value: float) -> None:
+        """Nothing to learn."""
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
         values = {name.lstrip("_"): getattr(self, name) for name in self._state}
@@ -72,9 +75,6 @@ class Threshold(StatefulRule):
     def score(self, value: float) -> float:
         """The value itself."""
         return value
-
-    def update(self, value: float) -> None:
-        """Nothing to learn."""
 
 
 class Ratio(StatefulRule):
@@ -191,9 +191,6 @@ class FunctionRule(StatefulRule):
         """The function's result as a number; None stays None."""
         found = self._function(value)
         return None if found is None else float(found)
-
-    def update(self, value: float) -> None:
-        """Nothing to learn."""
 
 
 # --- Rules that count standard deviations above a mean, or robust ones above a median ---
