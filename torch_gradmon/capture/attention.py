@@ -248,7 +248,7 @@ class AttentionRecorder:
             except Exception as error:
                 self._reason = f"the attention of {name} could not be measured: {error}"
                 self._complaints.add(f"attention:{name}", f"the attention of {name} could not be measured", error)
-        self._fence.add_time(time.perf_counter() - start)
+        self._fence.seconds += time.perf_counter() - start
 
     def _innermost(self) -> str | None:
         """The innermost known module whose method is running, or that is the first argument of a running function."""

@@ -214,7 +214,7 @@ class CoordinateCheck:
         except Exception as error:
             self._set_absent(name, f"it could not be checked: {type(error).__name__}: {error}")
             self._measurer.complaints.add(f"check:{name}", f"the coordinate check of {name} failed; training continues", error)
-        self._fence.add_time(time.perf_counter() - start)
+        self._fence.seconds += time.perf_counter() - start
 
     def _called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs before the module works in place or draws random numbers."""

@@ -191,7 +191,7 @@ class ModuleCalls:
                 self._values.measure(source, name, gradient, call, path, self.inverse_scale())
         except Exception as error:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
-        self._fence.add_time(time.perf_counter() - start)
+        self._fence.seconds += time.perf_counter() - start
 
     def _follow(self, source: str, name: str, value: Any, call: int) -> None:
         """Hook the tensors in ``value`` that need a gradient. A negative ``call`` means a recomputation.
@@ -794,7 +794,7 @@ class ModuleSource:
             self._run_reference(module, args, kwargs)
         if self._attention is not None:
             self._attention.enter()
-        self._fence.add_time(time.perf_counter() - start)
+        self._fence.seconds += time.perf_counter() - start
 
     @property
     def _needs_reference(self) -> bool:

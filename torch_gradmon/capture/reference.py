@@ -470,7 +470,7 @@ class LoopRun:
         except Exception as error:
             self._running = None  # the monitor runs the reference itself then
             self._fence.complaints.add("reference:loop", "a run of the reference by the loop could not be followed", error)
-        self._fence.add_time(time.perf_counter() - start)
+        self._fence.seconds += time.perf_counter() - start
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._running is not None:

@@ -14,7 +14,7 @@ import torch
 from .errors import GradmonWarning, TrainingStopped, WarningLog
 from .torch_modes import capture_check, outside_dispatch_modes
 
-# asked in every fenced call: without modes the context is not needed
+_has_grad, _set_grad = torch.is_grad_enabled, torch._C._set_grad_enabled
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
 _CAPTURED = (
@@ -33,13 +33,13 @@ class Fence:
 
     def __init__(self, complaints: WarningLog, inert: bool) -> None:
         self.complaints, self.inert = complaints, inert
-        self._inside = False
+        self.is_inside = False  # the time of what happens now is that of a running method
         self.had_grad = False  # grad mode was on in the caller of the running method
         self.is_captured = False  # the loop was last seen while a graph was captured, whose replays call nothing
-        self._deferred: Callable[[], None] | None = None
+        self.deferred: Callable[[], None] | None = None  # for the next call, which does it first
         self._captures = capture_check()
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
-        self.seconds = self._settled = 0.0
+        self.seconds = self._counted = 0.0  # of its own until the running call, and at the last :meth:`cost`
         self._since = self._entered = time.perf_counter()
 
     def run(self, method: Callable[..., Any], *args: Any) -> Any:
@@ -52,17 +52,18 @@ class Fence:
             self.complaints.add("graph", _CAPTURED)
             return None
         with self._lock:
-            if self._inside:
+            if self.is_inside:
                 return None
             self._entered = time.perf_counter()
             modes = outside_dispatch_modes() if _function_modes() or _dispatch_modes() else None
-            if modes is not None:  # this and the switch of grad mode are a tenth of the cost of a with statement
+            if modes is not None:
                 modes.__enter__()
-            self._inside, self.had_grad = True, (grad := torch.is_grad_enabled())
-            torch._C._set_grad_enabled(False)
+            self.is_inside, self.had_grad = True, (grad := _has_grad())
+            if grad:
+                _set_grad(False)
             try:
-                if (deferred := self._deferred) is not None:
-                    self._deferred = None
+                deferred, self.deferred = self.deferred, None
+                if deferred is not None:
                     deferred()
                 return method(*args)
             except (TrainingStopped, GradmonWarning):  # the second if warnings are errors
@@ -72,29 +73,14 @@ class Fence:
                 self.complaints.add(f"internal:{name}", f"{name} failed, some values are lost; training continues", error)
                 return None
             finally:
-                torch._C._set_grad_enabled(grad)
+                _set_grad(grad)
                 if modes is not None:
                     modes.__exit__(None, None, None)
-                self._inside = False
+                self.is_inside = False
                 self.seconds += time.perf_counter() - self._entered
 
-    def defer(self, call: Callable[[], None]) -> None:
-        self._deferred = call
-
-    def left_graph(self) -> None:
-        self.is_captured = False
-
     def spent(self) -> float:
-        running = time.perf_counter() - self._entered if self._inside else 0.0
-        return self._settled + self.seconds + running
-
-    def add_time(self, seconds: float) -> None:
-        self.seconds += seconds
-
-    def add_since(self, began: float) -> None:
-        """Add the time since ``began``, unless the running call has it already."""
-        if not self._inside:
-            self.seconds += time.perf_counter() - began
+        return self.seconds + (time.perf_counter() - self._entered if self.is_inside else 0.0)
 
     def exclude_time(self, seconds: float) -> None:
         self._entered += seconds
@@ -102,12 +88,11 @@ class Fence:
     def cost(self) -> float:
         """Time spent inside, as a share of the time since the last call."""
         now = time.perf_counter()
-        if self._inside:  # the part of the running call until now
+        if self.is_inside:  # the part of the running call until now
             self.seconds += now - self._entered
             self._entered = now
-        share = self.seconds / max(now - self._since, 1e-9)
-        self._settled += self.seconds
-        self.seconds, self._since = 0.0, now
+        share = (self.seconds - self._counted) / max(now - self._since, 1e-9)
+        self._counted, self._since = self.seconds, now
         return share
 
 

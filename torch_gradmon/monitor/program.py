@@ -85,7 +85,7 @@ class StepProgram:
             self._lifecycle.active = ActiveStep(self._state.step)
             if not self._state.is_open:
                 self._state.leave_idle(self._key)
-        self.fence.add_time(self._spent)
+        self.fence.seconds += self._spent
         self._spent = 0.0
 
     def catch_up(self) -> None:

@@ -279,8 +279,7 @@ class FollowedLoop:
 
     def forward_began(self, in_eval: bool, in_closure: bool, counts: bool) -> None:
         """The model is called in training, perhaps in evaluation mode. ``counts``: no other hook reports this call."""
-        if self.fence.is_captured:
-            self.fence.left_graph()
+        self.fence.is_captured = False
         self.program.forward_followed()
         if counts:
             self._plugins.call_one(self._audit, self._audit.on_forward)
@@ -338,8 +337,7 @@ class FollowedLoop:
 
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
         """The optimizer is about to step, or to call its closure; whether it must change nothing. ``within`` a backward pass."""
-        if self.fence.is_captured:
-            self.fence.left_graph()
+        self.fence.is_captured = False
         if self.program.is_behind:
             self.program.catch_up()
         if within:

@@ -109,8 +109,9 @@ class ValueLog:
             if step == "last" and pipeline.directory.path is not None and not pipeline.is_last_monitored:
                 return False  # the recorder has it, which may be asked for it at any time
             self._waiting.append((key, number, step))
-            self._fence.defer(self._log_waiting)
-        self._fence.add_since(began)
+            self._fence.deferred = self._log_waiting
+        if not self._fence.is_inside:
+            self._fence.seconds += perf_counter() - began
         return True
 
     def _log_waiting(self) -> None:
@@ -172,7 +173,8 @@ class ValueLog:
         except Exception as error:  # the value, or the code that gets it, is at fault
             self._lose(key, error)
         finally:
-            self._fence.add_since(began)
+            if not self._fence.is_inside:
+                self._fence.seconds += perf_counter() - began
 
     def _lose(self, key: Key, error: Exception) -> None:
         text = "/".join(filter(None, key))
