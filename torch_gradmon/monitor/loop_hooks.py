@@ -234,7 +234,7 @@ class OptimizerHooks:
     def __init__(self, loop: Any, wrappers: Iterable[tuple[Any, Optimizer]], container: nn.Module | None = None) -> None:
         self._loop, self._fence, self._program = loop, loop.fence, loop.program
         self._depth: dict[int, int] = self._program.depth
-        self.may_skip = loop.lifecycle.plugins.has("before_optimizer_step")
+        self.may_skip = bool(loop.lifecycle.plugins.listening["before_optimizer_step"])
         self.in_closure = self.is_shielded = self._had_closure = self.is_odd = False
         self.holds = GradientHolds(self._fence.complaints)
         self._wrappers: dict[int, tuple[weakref.ref[Any], weakref.ref[Optimizer]]] = {}

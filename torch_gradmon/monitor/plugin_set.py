@@ -22,11 +22,10 @@ if TYPE_CHECKING:  # imported where an option asks for them
 
 #: Called in idle steps too, of plugins that watch these.
 _BOUNDARIES = ("on_step_open", "on_step_closing", "on_step_closed")
-#: Of quiet plugins not called, nor what :meth:`PluginSet.wants` asks.
-_OF_STEPS = frozenset({*_BOUNDARIES, "annotate", "on_record"})
+#: Of quiet plugins neither called nor asked.
+_OF_STEPS = frozenset({*_BOUNDARIES, "annotate", "on_record", "wants"})
 #: Called in idle steps, or asked, whatever a plugin watches.
 _IN_ALL_STEPS = ("wants", "on_optimizer_step", "after_attempt", "requires_gradients")
-#: Asked in every idle step, so without a generator.
 WATCHES, _REQUIRES = attrgetter("watches_idle_steps"), attrgetter("requires_gradients")
 _HOOKS = [name for name in vars(Plugin) if not name.startswith("_") and callable(getattr(Plugin, name))]
 
@@ -69,6 +68,9 @@ class PluginSet:
         ending = [(plugin, getattr(plugin, "end_run", None)) for plugin in self._plugins if plugin not in self.own]
         self._calls["end_run"] = [(plugin, method) for plugin, method in ending if method is not None]
         self._calls["end_run"] += [call for call in self._calls["on_detach"] if call[0] in self.own]
+        #: the ids of the plugins that override a hook, without the built-in ones that are quiet; asked before a call in each step
+        self.listening = {hook: {id(plugin) for plugin, _ in calls} for hook, calls in self._calls.items()}
+        self.listening["on_optimizer_step"].discard(id(built_in.audit))  # whose ``left`` is asked
         self._at_boundaries = self._with(_BOUNDARIES)
         self._in_all_steps = self._with(_IN_ALL_STEPS)
         # those that may begin to watch while steps are only counted, beside the built-in one that other processes ask
@@ -90,8 +92,12 @@ class PluginSet:
     def __iter__(self) -> Iterator[Plugin]:
         return iter(self._plugins)
 
-    def has(self, hook: str) -> bool:
-        return bool(self._calls[hook])
+    def set_quiet(self, plugin: Plugin, is_quiet: bool) -> None:
+        """A built-in plugin begins or ends to be quiet. Also called in other threads and in signal handlers."""
+        plugin.is_quiet = is_quiet
+        for hook in _OF_STEPS:
+            if any(known is plugin for known, _ in self._calls[hook]):
+                (self.listening[hook].discard if is_quiet else self.listening[hook].add)(id(plugin))
 
     @property
     def watch_idle_steps(self) -> bool:
@@ -117,10 +123,9 @@ class PluginSet:
         """
         raised: Exception | None = None
         for plugin, method in self._calls[hook]:
-            if plugin.is_quiet and hook in _OF_STEPS:
+            if (plugin.is_quiet and hook in _OF_STEPS) or (is_idle and not plugin.watches_idle_steps):
                 continue
-            # what has stopped still lets go of what it holds
-            if (is_idle and not plugin.watches_idle_steps) or (self._stopped and plugin in self._stopped and hook != "on_detach"):
+            if plugin in self._stopped and hook != "on_detach":  # it still lets go of what it holds
                 continue
             try:
                 method(*args)
@@ -133,7 +138,7 @@ class PluginSet:
 
     def call_one(self, plugin: Plugin, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method of ``plugin``, unless it has stopped. Returns None if it fails, and reports the failure once."""
-        if self._stopped and plugin in self._stopped:
+        if plugin in self._stopped:
             return None
         try:
             return method(*args)

@@ -629,7 +629,7 @@ class Runtime:
             self.join_ranks()
         self.lifecycle.values.is_detached = False
         self.lifecycle.wake()
-        if self.loop is None and self.lifecycle.plugins.has("before_optimizer_step"):
+        if self.loop is None and self.lifecycle.plugins.listening["before_optimizer_step"]:
             message = (
                 "on_spike cannot act on a step, since the optimizers are not known: call attach() in addition to begin_step()"
             )

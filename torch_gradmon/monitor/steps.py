@@ -383,7 +383,7 @@ class StepLifecycle:
             TrainingStopped: a plugin stops the run.
         """
         active, loop = self.active, self.loop
-        if not self.plugins.has("before_optimizer_step") or active is None or loop is None:
+        if not self.plugins.listening["before_optimizer_step"] or active is None or loop is None:
             return False
         if active.buffer is None or self.captures.passes.paused:
             return False

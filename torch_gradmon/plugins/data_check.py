@@ -528,6 +528,7 @@ class DataCheck(Check):
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin to look, unless a compiler would have to trace the hooks."""
         self._end()
+        self.context.set_quiet(False)
         self._looked, self._last = 0, None
         self.tallies.write_facts(begins=True)
         self._has_root, self._root = _has_forward(module), weakref.ref(module)
@@ -675,6 +676,8 @@ class DataCheck(Check):
     def on_record(self, record: StepRecord) -> None:
         seen = self._open.pop(record.step, None)
         if seen is None and not record.extras:
+            if record.step > (self._last or -1) and not (self._handles or self._open or self._look):
+                self.context.set_quiet(True)
             return
         found = {name.removeprefix(f"{self.name}/"): numbers for name, numbers in record.extras.items()}
         if ANSWERS in found and MAKES in found:

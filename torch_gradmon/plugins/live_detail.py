@@ -60,7 +60,8 @@ class PostSpikeDetail(Plugin):
         return module is not None and compiled_graphs() <= self._graphs and not is_compiled(module)
 
     def on_alert(self, step: int) -> None:
-        self._spiked_in, self.watches_idle_steps, self.is_quiet = step, True, False
+        self._spiked_in, self.watches_idle_steps = step, True
+        self.context.set_quiet(False)
 
     def before_step(self) -> None:
         self._turn(ends=False, opens=True)
@@ -80,7 +81,7 @@ class PostSpikeDetail(Plugin):
         ends, self._ends = self._ends, False
         if ends or self._spiked_in is not None:
             self._turn(ends)
-        self.is_quiet = not self._left and self._spiked_in is None
+        self.context.set_quiet(not self._left and self._spiked_in is None)
 
     def _turn(self, ends: bool, opens: bool = False) -> None:
         spiked, last = self._spiked_in, self.context.last_step
@@ -137,14 +138,14 @@ class LiveDetail(Plugin):
         self._raised: GradmonWarning | None = None
         self._has_left = False
         self._facts: dict[str, Any] = {"session": secrets.token_hex(8), "listens": False}
-        self._file: RequestFile | None = None
+        self.file: RequestFile | None = None  # where other processes request changes
 
     def listen(self, directory: Path) -> None:
         """From now on requests of other processes in the run directory are seen."""
         from ..runs.detail_request import RequestFile
 
         ranks = self._ranks
-        self._file = RequestFile(directory, self._facts["session"], self.context.warn, lambda: ranks.is_first)
+        self.file = RequestFile(directory, self._facts["session"], self.context.warn, lambda: ranks.is_first)
         self._facts["listens"] = ranks.is_first
         self.context.annotate_run(tune=self._facts)
 
@@ -156,7 +157,8 @@ class LiveDetail(Plugin):
         self._watch()  # after the request, see _update_pending
 
     def _watch(self) -> None:
-        self.watches_idle_steps, self.is_quiet = True, False
+        self.watches_idle_steps = True
+        self.context.set_quiet(False)
 
     def _update_pending(self) -> None:
         """Clear ``watches_idle_steps`` when no request is active; a request that comes at this very moment sets it again."""
@@ -206,7 +208,7 @@ class LiveDetail(Plugin):
         known = {name: value for name, value in {**self._facts, **facts}.items() if value not in (None, "")}
         if known != self._facts:
             self._facts = known
-            if self._file is not None:
+            if self.file is not None:
                 self.context.annotate_run(tune=known)
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
@@ -246,7 +248,8 @@ class LiveDetail(Plugin):
     def on_step_closed(self, step: ActiveStep) -> None:
         has_received = self._exchange.received is not EMPTY_SLOT
         if not (self.watches_idle_steps or has_received):
-            self.is_quiet = self._ranks.count == 1  # else what the first one broadcasts may come in any step
+            if self._ranks.count == 1:  # else what the first one broadcasts may come in any step
+                self.context.set_quiet(True)
             return
         if has_received:
             self._take_broadcast()
@@ -263,10 +266,10 @@ class LiveDetail(Plugin):
 
     def look(self) -> None:
         """Look for a request of another process, if a look is due."""
-        if self._file is None or time.monotonic() < self._file.due:
+        if self.file is None or time.monotonic() < self.file.due:
             return
         try:
-            if (found := self._file.look()) is not None:
+            if (found := self.file.look()) is not None:
                 self._ask(found)
         except GradmonWarning as error:  # where warnings are errors; raised where it costs no step
             self._raised = error

@@ -207,14 +207,11 @@ class Rest:
         self._begin()
 
     def _begin(self) -> None:
-        self._clean, self._until, self._length = 0, TRUSTED, RESTED
+        self.clean, self._until, self._length = 0, TRUSTED, RESTED
 
     @property
     def left(self) -> int:
-        return self._until - self._clean if self.is_on else 0
-
-    def missed(self, steps: int) -> None:
-        self._clean += steps
+        return self._until - self.clean if self.is_on else 0
 
     def step_ended(self, is_clean: bool) -> bool:
         """Count a step, ``is_clean`` if it has no finding. Returns whether a pause begins or ends here."""
@@ -223,8 +220,8 @@ class Rest:
             self.is_on = False
             self._begin()
             return was
-        self._clean += 1
-        if self._clean == self._until:
+        self.clean += 1
+        if self.clean == self._until:
             self.is_on = not was
             self._until += self._length if self.is_on else LOOKED
             if was:
@@ -251,7 +248,7 @@ class LoopAudit(Check):
         self._planner, self._handles = planner, Handles()
         self._is_paused = False  # events are no part of training at the moment
         self._steps = 0  # since the audit began, without those that a scaler has prevented
-        self._forwards = self._most_forwards = 0  # since the last step of any optimizer, and the most between two
+        self.forwards = self.most_forwards = 0  # since the last step of any optimizer, and the most between two
         self._end()
 
     def sees_alternation(self) -> bool:
@@ -273,6 +270,8 @@ class LoopAudit(Check):
         self._probed: list[ProbedOptimizer] = []  # those that may have a probe
         self._ownership: OwnershipChecks | None = None
         self._rest, self._unused = Rest(), UnusedGradients()
+        # in a pause, the steps that need not be seen, but only counted, if each has forwards, and not more than usual; and those to come
+        self._unseen = self.left = 0
         self._clock = 0  # counts the steps of all optimizers, also prevented ones, while there are hooks
         self._is_current = True  # False where other hooks are needed, which cannot be registered within one of these
         # the wrapper whose flag shows whether a backward pass exchanges gradients
@@ -326,20 +325,26 @@ class LoopAudit(Check):
     @property
     def may_miss(self) -> int:  # type: ignore[override]
         """The steps of a pause, until the next check of all parameters."""
+        if self._unseen:
+            self.on_missed()
         ownership = self._ownership
         if ownership is None or not (self._rest.is_on and self._is_current and self.tallies.is_empty):
             return 0
         return max(0, min(self._rest.left, ownership.next_step - self._steps) - 1)
 
-    def on_missed(self, steps: int) -> None:
-        self._steps += steps
-        self._rest.missed(steps)
+    def on_missed(self, steps: int = 0) -> None:
+        """``steps`` were missed, and those that were only counted. From now on all have to be seen."""
+        missed, self._unseen, self.left = steps + self._unseen - self.left, 0, 0
+        self._steps += missed
+        self._rest.clean += missed
 
     # --- forward and backward --------------------------------------------------------------------------------------------------
 
     def on_forward(self) -> None:
-        self._forwards += 1
-        if self._rest.is_on and self._forwards > self._most_forwards + PATIENCE:
+        if self._unseen:
+            self.on_missed()
+        self.forwards += 1
+        if self._rest.is_on and self.forwards > self.most_forwards + PATIENCE:
             self._rest = Rest()  # no optimizer steps any more
             self._register()
         elif not self._is_current:
@@ -410,6 +415,8 @@ class LoopAudit(Check):
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
+        if self._unseen:
+            self.on_missed()
         probed, ownership = self._optimizers.get(id(optimizer)), self._ownership
         if probed is None or ownership is None:
             return
@@ -428,7 +435,7 @@ class LoopAudit(Check):
         if self._clock == 1:
             self.tallies.retract("never-stepped")
         needed = probed.writes.needs_values
-        if probed.step_began(optimizer, self._forwards, has_closure or self._is_paused):
+        if probed.step_began(optimizer, self.forwards, has_closure or self._is_paused):
             self._replace(probed)
             return
         if probed.probe is not None and probed.probe.interval.carried:
@@ -443,7 +450,11 @@ class LoopAudit(Check):
                 steps = {"steps of the others": float(self._steps)}
                 self.tallies.seen("optimizer-never-steps", probed.key, probed.names(index), steps)
 
-    def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
+    def on_optimizer_stepped(self, optimizer: Optimizer, may_count: bool = False) -> None:
+        """``may_count``: the caller goes on as ``left`` says."""
+        if self._unseen:  # the beginning of the step was only counted
+            self.on_missed()
+            self._steps += 1
         probed, ownership = self._optimizers.get(id(optimizer)), self._ownership
         if probed is None or ownership is None:
             return
@@ -453,25 +464,27 @@ class LoopAudit(Check):
             self.tallies.retract("optimizer-never-steps", probed.key)  # it only began late
         # With several optimizers the gradients of one are evidence about the others. In a loop without visible forwards only the
         # probe's hook shows backward passes without steps. Such loops never count as clean, nor do those with open questions.
-        is_clean = self.tallies.is_empty and self._forwards > 0 and len(self._optimizers) == 1 and not self._has_ranks
+        is_clean = self.tallies.is_empty and self.forwards > 0 and len(self._optimizers) == 1 and not self._has_ranks
         is_clean = is_clean and probed.probe is not None and not probed.writes.needs_values
         if not (self._rest.is_on and is_clean) or probed.unattached.passes:
             self._interval_ended(probed, has_stepped=True)
-        self._most_forwards, self._forwards = max(self._most_forwards, self._forwards), 0
+        self.most_forwards, self.forwards = max(self.most_forwards, self.forwards), 0
         if self._rest.step_ended(is_clean):
             self._is_current = False  # the next forward adds or removes the hooks
             if probed.probe is not None:
                 probed.probe.forget()
         # nor will a forward register them where the parts of the model are called alone
-        no_forward = not self._most_forwards and probed.stepped_in == -1
+        no_forward = not self.most_forwards and probed.stepped_in == -1
         if not self._is_current and (probed.writes.needs_values or no_forward):
             self._register()
+        if may_count and self._rest.is_on and is_clean and probed.probe is not None and probed.probe.has_fired:
+            self._unseen = self.left = self.may_miss
 
     def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:
         self._clock += 1
         if (probed := self._optimizers.get(id(optimizer))) is not None:
             self._interval_ended(probed, has_stepped=False)
-            self._most_forwards, self._forwards = max(self._most_forwards, self._forwards), 0
+            self.most_forwards, self.forwards = max(self.most_forwards, self.forwards), 0
 
     def _interval_ended(self, probed: ProbedOptimizer, has_stepped: bool) -> None:
         for other in self._probed:

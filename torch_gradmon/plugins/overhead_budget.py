@@ -44,13 +44,12 @@ class OverheadBudget(Plugin):
     def on_step_closed(self, step: ActiveStep) -> None:
         """Count the step; switch off if ranks must monitor the same steps."""
         if self.context.ranks_synchronised:
-            self._give_up("ranks that exchange values have to monitor the same steps")
+            self.interval, self.share = 1, 1.0
+            self.context.warn(
+                "budget:off", "max_overhead has no effect: ranks that exchange values have to monitor the same steps"
+            )
         if not step.sets_cadence:
             self.count(step.number, step.mode is Mode.MONITORED, self._spent(), time.perf_counter())
-
-    def _give_up(self, reason: str) -> None:
-        self.interval, self.share = 1, 1.0
-        self.context.warn("budget:off", f"max_overhead has no effect: {reason}")
 
     def count(self, step: int, monitored: bool, spent: float, now: float) -> None:
         """Decide about the next steps at the end of a step; ``spent``: the monitor's own time, by the clock of ``now``, in seconds."""

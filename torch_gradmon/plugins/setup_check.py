@@ -427,6 +427,7 @@ class SetupCheck(Check):
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._module, self._steps = weakref.ref(module), 0
+        self.context.set_quiet(False)
         self.groups, self.frozen = self._cards(optimizers), self._frozen()
         self.context.annotate_run(optimizers=self.groups, frozen=self.frozen)
         self._has_modes = has_modes(module)
@@ -484,6 +485,8 @@ class SetupCheck(Check):
             self._shared.look(self.context.optimizers, self._names())
         if self._frozen_pattern is not None or self._trained is not None:
             self._check_declared(record.tables.get(GRADIENT))
+        elif self._steps > _EARLY[-1] and not (self._has_modes or self._shared.exist):  # a mode changes without a word
+            self.context.set_quiet(True)
 
     def _owned(self) -> set[int]:
         return {id(tensor) for optimizer in self.context.optimizers for tensor in self._planner.source.tensors_of(optimizer)}

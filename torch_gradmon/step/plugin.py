@@ -124,6 +124,10 @@ class PluginContext:
         self._lifecycle.planner.registry.set_overlay(name, metrics, replaces_hidden)
         self._lifecycle.planner.changed()
 
+    def set_quiet(self, is_quiet: bool) -> None:
+        """Set :attr:`Plugin.is_quiet` of a built-in plugin."""
+        self._lifecycle.plugins.set_quiet(self._plugin, is_quiet)
+
     def request_replan(self, drop_hooks: bool = False) -> None:
         """What is measured has changed: register the hooks for it, and with ``drop_hooks`` take those away that are not needed now."""
         self._lifecycle.replan(drop_hooks)
