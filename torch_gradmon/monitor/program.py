@@ -186,7 +186,10 @@ class StepProgram:
         if self.is_behind:
             self.catch_up()
         self._followed += 1
-        self._plugins.call_one(self._audit, self._audit.on_forward)
+        if self._audit.left and self._audit.forwards < self._audit.most_forwards:
+            self._audit.forwards += 1
+        else:
+            self._plugins.call_one(self._audit, self._audit.on_forward)
         if not state.is_open:
             patterns.hides_forward = False
             lifecycle.seal(step)
@@ -202,7 +205,8 @@ class StepProgram:
         if not state.is_open or progress.is_tentative or progress.is_between or self._optimizer() is None:
             loop.backward_ended(is_nested=False)
             return
-        self._plugins.call_one(self._audit, self._audit.on_backward_ended)
+        if not self._audit.left:
+            self._plugins.call_one(self._audit, self._audit.on_backward_ended)
         progress.backwards += 1
         state.patterns.backward_since = True
         if captures.modules is not None:
@@ -235,7 +239,8 @@ class StepProgram:
         if self.is_behind:
             self.catch_up()
         loop.scaler_hooks.step_began(optimizer, takes_values=True)
-        self._plugins.call("on_optimizer_step", optimizer, False)
+        if not self._audit.left or self._plugins.listening["on_optimizer_step"]:
+            self._plugins.call("on_optimizer_step", optimizer, False)
         state.in_backward.outside.add(key)
         progress.begun.add(key)
         loop.annotate(key, turns=0 if is_only else loop.machine.turns(), is_first=False)
@@ -273,8 +278,12 @@ class StepProgram:
             return
         self.depth[key] = 0
         self._most, self._followed = max(self._most, self._followed), 0
-        self._plugins.call_one(self._audit, self._audit.on_optimizer_stepped, optimizer)
-        self._plugins.tell("replicas", "on_optimizer_stepped", optimizer)
+        if self._audit.left and self._audit.forwards:
+            self._audit.left, self._audit.forwards = self._audit.left - 1, 0
+        else:
+            self._plugins.call_one(self._audit, self._audit.on_optimizer_stepped, optimizer, True)
+        if self._plugins.built_in.replicas is not None:
+            self._plugins.tell("replicas", "on_optimizer_stepped", optimizer)
         progress.begun.clear()
         progress.done.add(key)
         progress.in_part.add(key)

@@ -608,7 +608,8 @@ class RecordPipeline:
                 if self.detectors.fetched:
                     self.backfill(self.detectors.take_fetched())
                 self._signals = signals
-                self._plugins.call("on_record", record)
+                if self._plugins.listening["on_record"]:
+                    self._plugins.call("on_record", record)
                 action = record.context.get("action", "")
                 if events or action or self.detectors.failures or self.detectors.follow_up.rejected:
                     self._notify(events, action)

@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableSet
 from contextlib import contextmanager
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -51,7 +51,10 @@ class Cadence:
         if self._answer[0] != step:
             if self._asked[0] != step:
                 self._asked = step, step % self.every == 0 if self.every is not None else bool(self.asked(step))
-            self._answer = step, self.plugins.wants(step, self._asked[1])
+            plugins, answer, file = self.plugins, self._asked[1], self.plugins.built_in.detail.file
+            if plugins.listening["wants"] or (file is not None and monotonic() >= file.due):
+                answer = plugins.wants(step, answer)
+            self._answer = step, answer
         return self._answer[1]
 
     def idle_ahead(self, step: int) -> int:
@@ -347,7 +350,7 @@ class StepLifecycle:
         active.mode = self.mode_of(step)
         is_idle = active.mode is IDLE
         self.values.begin_tags(is_kept=not is_idle)
-        if not is_idle or self.plugins.watch_idle_steps:
+        if self.plugins.listening["on_step_open"] and (not is_idle or self.plugins.watch_idle_steps):
             self.plugins.call("on_step_open", active, is_idle=is_idle)
         if is_idle:
             if passes.is_open or passes.missed:
@@ -398,7 +401,7 @@ class StepLifecycle:
         return active.is_skipped
 
     def attempt_ended(self, is_overflowed: bool) -> None:
-        if self.active is not None:
+        if self.active is not None and self.plugins.listening["after_attempt"]:
             self.plugins.call("after_attempt", self.active, not (is_overflowed or self.active.is_skipped))
 
     # --- closing -------------------------------------------------------------------------------------------------------------
@@ -432,7 +435,7 @@ class StepLifecycle:
         is_watched = not is_idle or self.plugins.watch_idle_steps
         try:
             try:
-                if is_watched:
+                if is_watched and self.plugins.listening["on_step_closing"]:
                     self.plugins.call("on_step_closing", active, is_idle=is_idle)
             finally:  # where warnings are errors
                 if active.mode is Mode.MONITORED and active.buffer is not None:
@@ -442,7 +445,8 @@ class StepLifecycle:
                 else:
                     self._close_unmonitored(active, tags)
         finally:  # ranks change together, whatever failed on one of them
-            if is_watched or self.plugins.watch_idle_steps:  # a series of refused steps makes a plugin do so
+            # a series of refused steps makes a plugin do so
+            if self.plugins.listening["on_step_closed"] and (is_watched or self.plugins.watch_idle_steps):
                 self.plugins.call("on_step_closed", active, is_idle=is_idle)
         if tags is None:
             self.prepare_next(may_rest=not (is_watched or self.pipeline.waiting))
@@ -484,7 +488,8 @@ class StepLifecycle:
         buffer, inventory, found = self._take(active, tags)
         evaluate = self.captures.needed_modules().values.evaluator() if active.due else None
         readback = PendingReadback(buffer)
-        self.plugins.call("annotate", active)
+        if self.plugins.listening["annotate"]:
+            self.plugins.call("annotate", active)
         groups = self.groups() if self.factory.layers.choice == "blocks" else []
         cost, ranks, attached = self.fence.cost(), self.exchange.ranks.count, self.loop is not None
         return PendingStep(readback, active, inventory, evaluate, groups, found, cost, ranks, attached)
