@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,8 @@ from ..capture.hooks import Handles, Hook, ModuleHook, WrappedMethod, takes_hook
 from ..core.errors import WarningLog
 from ..core.torch_modes import will_run
 from ..core.validation import inside
-from ..step.model_index import Place, parameters_of
+from ..step.model_index import PLAIN_GRADIENTS, Place, parameters_of
+from ..step.planner import Planner
 from ..step.ranks import is_dtensor
 from .machine import StepsInBackward
 from .program import StepProgram
@@ -532,6 +533,86 @@ class ScalerAsItWas:
             if (now := found.get(name)) is not None:
                 refused = None if self._found_inf is None or overruled else self._found_inf.to(now.device) > 0
                 now.copy_(before if refused is None else torch.where(refused, now, before))
+
+
+# --- Which optimizer has which parameters ---
+
+
+class Ownership:
+    """The optimizers of one loop, by the names that the step machine has for them, and the positions of their parameters.
+
+    Attributes:
+        order: the names in the order in which they step; the step machine changes it.
+        owned: positions of the parameters of each optimizer.
+        unowned: positions of parameters that no optimizer has.
+        all_positions: all of these, ascending.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], program: StepProgram) -> None:
+        self.order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
+        wake = weakref.WeakMethod(program.stop)  # else the loss of an optimizer would show only after the stretch
+        self.references: dict[Hashable, weakref.ref[Optimizer]] = {
+            id(each): weakref.ref(each, lambda _: (stop := wake()) and stop()) for each in optimizers
+        }
+        self.owned: dict[Hashable, list[int]] = {}
+        self.unowned: list[int] = []
+        self.all_positions: list[int] = []
+        self._sizes: list[int] = []
+        self._source = PLAIN_GRADIENTS
+
+    def __getitem__(self, name: Hashable) -> Optimizer | None:
+        """The optimizer, while it exists; None for the name None, under which unowned parameters stand."""
+        reference = self.references.get(name)
+        return None if reference is None else reference()
+
+    def alive(self) -> list[Optimizer]:
+        """The optimizers that still exist, in the order in which they step."""
+        found = []
+        for name in self.order:
+            if (optimizer := self.references[name]()) is not None:
+                found.append(optimizer)
+        return found
+
+    def parameters(self, name: Hashable) -> list[Tensor]:
+        optimizer = self[name]
+        return [] if optimizer is None else parameters_of(optimizer)
+
+    def update(self, planner: Planner) -> set[int]:
+        """Find the positions anew; returns those of parameters that several optimizers have."""
+        self._source = planner.source
+        self._sizes = []
+        self.has_changed()
+        owned, self.unowned = planner.positions(self.alive())
+        self.owned = dict(owned.items())
+        self.all_positions = sorted({*self.unowned}.union(*self.owned.values()))
+        owners = Counter(position for positions in self.owned.values() for position in positions)
+        return {position for position, count in owners.items() if count > 1}
+
+    def has_changed(self) -> bool:
+        """Whether an optimizer got or lost parameters since the last call."""
+        before, self._sizes = self._sizes, []
+        for name in self.order:
+            if (optimizer := self.references[name]()) is not None:
+                self._sizes += map(len, self._source.groups_of(optimizer))
+        return self._sizes != before
+
+    def shares(self) -> list[tuple[Hashable | None, Optimizer | None, list[int]]]:
+        """The positions of each optimizer that exists; under None those that no optimizer has."""
+        found: list[tuple[Hashable | None, Optimizer | None, list[int]]] = []
+        for name in self.order:
+            if (optimizer := self.references[name]()) is not None:
+                found.append((name, optimizer, self.owned.get(name, [])))
+        return [*found, (None, None, self.unowned)]
+
+    def of(self, name: Hashable, with_unowned: bool) -> list[int]:
+        own = self.owned.get(name, [])
+        return sorted([*own, *self.unowned]) if with_unowned else own
+
+    def place(self, name: Hashable) -> str:
+        return f"optimizer {self.order.index(name) + 1} of {len(self.order)} ({self.kind(name)})"
+
+    def kind(self, name: Hashable) -> str:
+        return type(self[name]).__name__
 
 
 # --- Hooks on parameters: they report the ends of backward passes, and each gradient ---

@@ -243,7 +243,8 @@ class StepProgram:
             self._plugins.call("on_optimizer_step", optimizer, False)
         state.in_backward.outside.add(key)
         progress.begun.add(key)
-        loop.annotate(key, turns=0 if is_only else loop.machine.turns(), is_first=False)
+        turns = 0 if is_only else loop.machine.turns()
+        self._lifecycle.note({"by_turns": float(turns)} if turns else {}, optimizer, ownership.order.index(key))
         if not is_only:
             loop.release_gradients(key)
         were_measured, progress.parameters_measured = progress.parameters_measured, True

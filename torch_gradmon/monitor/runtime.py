@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,10 +24,10 @@ from ..spikes.detector import SpikeDetector
 from ..statistics.request import accumulator_dtype
 from ..step.active_step import Mode
 from ..step.buffer import StepBuffer
-from ..step.model_index import PLAIN_GRADIENTS, parameters_of
-from ..step.planner import PRESETS, Planner, PresetName
+from ..step.model_index import PLAIN_GRADIENTS
+from ..step.planner import PRESETS, PresetName
 from ..step.plugin import OptimizerContext, Plugin
-from .loop_hooks import BackwardHooks, ModelHooks, OptimizerHooks, ScalerHooks, is_container, weakly
+from .loop_hooks import BackwardHooks, ModelHooks, OptimizerHooks, Ownership, ScalerHooks, is_container, weakly
 from .machine import StepCycle, StepMachine
 from .plugin_set import BuiltInPlugins
 from .program import StepProgram
@@ -37,86 +36,6 @@ from .steps import StepLifecycle, link, linkable
 if TYPE_CHECKING:
     from ..capture.reference import ReferencePass
     from ..core.loop_mistakes import LoopFinding
-
-# --- Which optimizer has which parameters ---
-
-
-class Ownership:
-    """The optimizers of one loop, by the names that the step machine has for them, and the positions of their parameters.
-
-    Attributes:
-        order: the names in the order in which they step; the step machine changes it.
-        owned: positions of the parameters of each optimizer.
-        unowned: positions of parameters that no optimizer has.
-        all_positions: all of these, ascending.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer], program: StepProgram) -> None:
-        self.order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
-        wake = weakref.WeakMethod(program.stop)  # else the loss of an optimizer would show only after the stretch
-        self.references: dict[Hashable, weakref.ref[Optimizer]] = {
-            id(each): weakref.ref(each, lambda _: (stop := wake()) and stop()) for each in optimizers
-        }
-        self.owned: dict[Hashable, list[int]] = {}
-        self.unowned: list[int] = []
-        self.all_positions: list[int] = []
-        self._sizes: list[int] = []
-        self._source = PLAIN_GRADIENTS
-
-    def __getitem__(self, name: Hashable) -> Optimizer | None:
-        """The optimizer, while it exists; None for the name None, under which unowned parameters stand."""
-        reference = self.references.get(name)
-        return None if reference is None else reference()
-
-    def alive(self) -> list[Optimizer]:
-        """The optimizers that still exist, in the order in which they step."""
-        found = []
-        for name in self.order:
-            if (optimizer := self.references[name]()) is not None:
-                found.append(optimizer)
-        return found
-
-    def parameters(self, name: Hashable) -> list[Tensor]:
-        optimizer = self[name]
-        return [] if optimizer is None else parameters_of(optimizer)
-
-    def update(self, planner: Planner) -> set[int]:
-        """Find the positions anew; returns those of parameters that several optimizers have."""
-        self._source = planner.source
-        self._sizes = []
-        self.has_changed()
-        owned, self.unowned = planner.positions(self.alive())
-        self.owned = dict(owned.items())
-        self.all_positions = sorted({*self.unowned}.union(*self.owned.values()))
-        owners = Counter(position for positions in self.owned.values() for position in positions)
-        return {position for position, count in owners.items() if count > 1}
-
-    def has_changed(self) -> bool:
-        """Whether an optimizer got or lost parameters since the last call."""
-        before, self._sizes = self._sizes, []
-        for name in self.order:
-            if (optimizer := self.references[name]()) is not None:
-                self._sizes += map(len, self._source.groups_of(optimizer))
-        return self._sizes != before
-
-    def shares(self) -> list[tuple[Hashable | None, Optimizer | None, list[int]]]:
-        """The positions of each optimizer that exists; under None those that no optimizer has."""
-        found: list[tuple[Hashable | None, Optimizer | None, list[int]]] = []
-        for name in self.order:
-            if (optimizer := self.references[name]()) is not None:
-                found.append((name, optimizer, self.owned.get(name, [])))
-        return [*found, (None, None, self.unowned)]
-
-    def of(self, name: Hashable, with_unowned: bool) -> list[int]:
-        own = self.owned.get(name, [])
-        return sorted([*own, *self.unowned]) if with_unowned else own
-
-    def place(self, name: Hashable) -> str:
-        return f"optimizer {self.order.index(name) + 1} of {len(self.order)} ({self.kind(name)})"
-
-    def kind(self, name: Hashable) -> str:
-        return type(self[name]).__name__
-
 
 # --- An unmodified training loop: the events of its hooks go to the step machine, and what that asks for is measured ---
 
@@ -478,14 +397,10 @@ class FollowedLoop:
         found = self.ownership.references[optimizer]()
         if found is None:
             return
-        place, facts = self.ownership.order.index(optimizer), dict[str, Any]()
-        for number, group in enumerate(found.param_groups):
-            facts[f"lr/{place}/{number}"] = group.get("lr")
-        if turns:
-            facts["by_turns"] = float(turns)
+        facts = {"by_turns": float(turns)} if turns else {}
         if is_first and _has_stepped(found):
             facts["goes_on"] = 1.0
-        self.lifecycle.note(facts)
+        self.lifecycle.note(facts, found, self.ownership.order.index(optimizer))
 
     # --- reasons and warnings ----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..capture.gradients import GradientCapture, ParameterCapture
 from ..capture.hooks import PassTracker
@@ -265,6 +266,7 @@ class StepLifecycle:
         self._had_root_inputs = False  # a hook was on what the model takes before the open step began
         self._aside: deque[tuple[ActiveStep, dict[str, Any]]] = deque()  # parts of the open step, with their facts
         self._last_part: ActiveStep | None = None  # of the step whose other parts are closing
+        self._ranks = 1  # that took part in the last one
 
     @property
     def has_values(self) -> bool:
@@ -280,10 +282,15 @@ class StepLifecycle:
 
     # --- facts of the open step ----------------------------------------------------------------------------------------------
 
-    def note(self, facts: Mapping[str, Any]) -> None:
-        """Add facts, numbers or 0-d tensors, to the context of the open step's record."""
+    def note(self, facts: Mapping[str, Any], optimizer: Optimizer | None = None, place: int = 0) -> None:
+        """Add facts, numbers or 0-d tensors, to the context of the open step's record; and the learning rates of the ``optimizer`` at
+        this ``place`` among all.
+        """
+        rates = {}
+        for number, group in enumerate(() if optimizer is None else optimizer.param_groups):
+            rates[f"lr/{place}/{number}"] = group.get("lr")
         if self.active is not None and (buffer := self.active.buffer) is not None:
-            for name, value in facts.items():
+            for name, value in {**rates, **facts}.items():
                 if isinstance(value, (int, float)):
                     buffer.noted[name] = value
                 elif isinstance(value, Tensor) and value.numel() == 1:
@@ -461,7 +468,8 @@ class StepLifecycle:
             if tags is None:
                 self.captures.end()
         finally:  # collective: the other ranks wait, whatever failed here
-            if self.exchange.ranks.count > 1:
+            self._ranks = self.exchange.ranks.count
+            if self._ranks > 1:
                 self.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
         return buffer, inventory, self.values.take_tags() if tags is None else tags
 
@@ -491,8 +499,9 @@ class StepLifecycle:
         if self.plugins.listening["annotate"]:
             self.plugins.call("annotate", active)
         groups = self.groups() if self.factory.layers.choice == "blocks" else []
-        cost, ranks, attached = self.fence.cost(), self.exchange.ranks.count, self.loop is not None
-        return PendingStep(readback, active, inventory, evaluate, groups, found, cost, ranks, attached)
+        return PendingStep(
+            readback, active, inventory, evaluate, groups, found, self.fence.cost(), self._ranks, attached=self.loop is not None
+        )
 
     # --- parts of a step that may be steps of their own ------------------------------------------------------------------------
 

@@ -163,7 +163,11 @@ class Planner:
         metrics, only what the summary needs of gradients.
         """
         assert self.inventory is not None
-        needs = summary.choice.needs_of_gradients() if gradients_only else summary.choice.needs(step)
+        needs = (
+            summary.choice.needs_of_gradients()
+            if gradients_only
+            else summary.choice.needs[step % summary.choice.update_every == 0]
+        )
         due = []
         for metric in self.registry.metrics:
             due.append(metric.due(step) and not gradients_only)

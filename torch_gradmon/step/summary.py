@@ -352,7 +352,7 @@ class SummaryChoice:
         self.shown = (*keys, *(name for name in self._more if name not in keys), *batches)
         self.wanted = self._signals.union(keys, self._more).intersection(KEY_DOCUMENTATION)
         self.update_every = UPDATE_EVERY if self._signals.isdisjoint(UPDATE_KEYS) else 1
-        self._needs = {is_update_step: self._needed(is_update_step) for is_update_step in (False, True)}
+        self.needs = {is_update_step: self._needed(is_update_step) for is_update_step in (False, True)}
 
     def use(self, keys: Iterable[str]) -> None:
         self._keys = tuple(keys)
@@ -390,10 +390,6 @@ class SummaryChoice:
             # sums and squares show a run directory that gradients are unchanged, so it stores them once
             n.GRADIENT: SQUARES | {Column.SUM} if self._all_columns else SQUARES,
         }
-
-    def needs(self, step: int) -> dict[str, frozenset[Column]]:
-        """The statistics that the next values need, by source, for all trainable parameters."""
-        return self._needs[step % self.update_every == 0]
 
     def _needed(self, is_update_step: bool) -> dict[str, frozenset[Column]]:
         needs = dict(self._of_layers)
