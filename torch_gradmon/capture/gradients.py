@@ -10,8 +10,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress, repeat
-from operator import attrgetter, eq, is_not, itemgetter, ne
+from itertools import compress
+from operator import attrgetter, eq, itemgetter, ne
 from typing import Any
 
 import torch
@@ -230,15 +230,12 @@ class GradientCapture:
 
     def _gradients(self, positions: Collection[int], are_used: bool) -> tuple[dict[int, Tensor], _Seen]:
         """By position: as accumulated, or as the optimizer uses them; and how they are now."""
-        parameters = self._parameters.there(positions)
         if self._buffer is not None and self._doubtful:
             # a gradient is no sign of it: zero_grad(set_to_none=False) leaves one to a layer that stays frozen
-            thawed = (p for p in self._doubtful.intersection(parameters) if parameters[p].requires_grad)
-            self._buffer.thawed.update(self._plans[n.GRADIENT].names[p] for p in thawed)
+            parameters = self._parameters.there(self._doubtful.intersection(positions))
+            self._buffer.thawed.update(self._plans[n.GRADIENT].names[p] for p, each in parameters.items() if each.requires_grad)
         read = _GRAD if self._source is PLAIN_GRADIENTS else self._source.used if are_used else self._source.accumulated
-        gradients = dict(zip(parameters, map(read, parameters.values()), strict=True))
-        if not all(map(is_not, gradients.values(), repeat(None))):
-            gradients = {position: gradient for position, gradient in gradients.items() if gradient is not None}
+        gradients = self._parameters.there(positions, read)
         references = [*map(weakref.ref, gradients.values())]
         try:
             versions = [*map(_VERSION, gradients.values())]
@@ -389,7 +386,7 @@ class ParameterCapture:
         """Measure the parameters now, and their difference to the reference model."""
         if self._buffer is None:
             return
-        parameters = self._live(positions)
+        parameters = self._parameters.there(positions) if self._source is PLAIN_GRADIENTS else self._live(positions)
         self._measurer.measure(Measurement(self._buffer, self._plans[n.PARAMETER], parameters))
         plan = self._plans[n.PARAMETER_DIFFERENCE]
         if plan.empty:

@@ -56,18 +56,22 @@ class Places(list[Place]):
         of_modules = [place for place in places if type(place) is ModuleParameterRef]
         self._modules, self._names = [place._module for place in of_modules], [place._name for place in of_modules]
 
-    def there(self, positions: Collection[int]) -> dict[int, nn.Parameter]:
-        """The parameters that exist of those at these positions."""
-        found: dict[int, Any] = {}
+    def there(self, positions: Collection[int], read: Callable[[nn.Parameter], Any] | None = None) -> dict[int, Any]:
+        """The parameters that exist of those at these positions; or what ``read`` finds for them, without None."""
+        found: list[Any] = []
         if len(self._modules) == len(self):  # without one call for each
             modules, names = self._modules, self._names
             if positions != self.positions:
                 modules, names = [*map(modules.__getitem__, positions)], [*map(names.__getitem__, positions)]
             with contextlib.suppress(AttributeError, KeyError):  # a module or a parameter is gone
-                found = dict(zip(positions, map(getitem, map(_PARAMETERS, map(_CALL, modules)), names), strict=True))
-        found = found or {position: self[position]() for position in positions}
-        is_all = all(map(is_not, found.values(), repeat(None)))
-        return found if is_all else {position: each for position, each in found.items() if each is not None}
+                found = [*map(getitem, map(_PARAMETERS, map(_CALL, modules)), names)]
+        found = found or [self[position]() for position in positions]
+        is_all = all(map(is_not, found, repeat(None)))
+        if read is not None:
+            found = [*map(read, found)] if is_all else [None if each is None else read(each) for each in found]
+            is_all = all(map(is_not, found, repeat(None)))
+        pairs = zip(positions, found, strict=True)
+        return dict(pairs) if is_all else {position: each for position, each in pairs if each is not None}
 
 
 class FsdpParameterRef:
