@@ -263,17 +263,17 @@ class Measurer:
             others = None if second is None else [second[position] for position in tensors]
             with contextlib.suppress(Exception):  # what is called then fails too, and says so
                 found = kernel.at_once(values, self.statistics.eps, wanted.inverse_scale, others)
-        for positions, rows, total in self._measured_apart(wanted, tensors) if found is None else [(list(tensors), *found)]:
+        for positions, rows, *totals in self._measured_apart(wanted, tensors) if found is None else [(list(tensors), *found)]:
             names = plan.names if len(positions) == len(plan.names) else plan.names_at(positions)
             if wanted.merging:
                 wanted.buffer.merge_rows(plan.source, names, rows, plan.columns)
             else:
-                wanted.buffer.put_rows(plan.source, names, rows, plan.columns, total)
+                wanted.buffer.put_rows(plan.source, names, rows, plan.columns, *totals)
         if plan.functions and not wanted.are_parts:
             self.run_functions(wanted)
 
-    def _measured_apart(self, wanted: Measurement, tensors: Mapping[int, Any]) -> Iterator[tuple[Sequence[int], Tensor, None]]:
-        """Positions and rows of this rank's parts of the tensors, those of one device together, without their totals."""
+    def _measured_apart(self, wanted: Measurement, tensors: Mapping[int, Any]) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Positions and rows of this rank's parts of the tensors, those of one device together."""
         plan, others = wanted.plan, None
         parts = tensors if wanted.are_parts else self.ranks.own_parts(tensors, plan.spread)
         found = list(parts.values())
@@ -289,7 +289,7 @@ class Measurer:
                 second = {position: wanted.second[position] for position in group}
                 others = list((second if wanted.are_parts else self.ranks.own_parts(second, plan.spread)).values())
             values = together or list(group.values())
-            yield list(group), self.statistics.measure(values, plan.columns, wanted.inverse_scale, others), None
+            yield list(group), self.statistics.measure(values, plan.columns, wanted.inverse_scale, others)
 
     def run_functions(self, wanted: Measurement) -> None:
         plan, second = wanted.plan, wanted.second

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
 from .eager import EagerStatistics, measure_precisely, needs_precise_pass
-from .request import PLAIN, Batch, Request, are_alike, as_plain, dtype_of, flat_pair, is_nested, is_on_cpu, is_plain, threshold
+from .request import Batch, Request, are_alike, as_plain, dtype_of, flat_pair, is_plain, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -55,7 +55,7 @@ class CppStatistics(EagerStatistics):
             return None
         scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
         nonfinite = self._kernel.rows(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row, None)
-        return None if nonfinite else list(self._one_row)
+        return None if nonfinite else self._one_row[:]
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
         found = self.at_once(tensors, request.eps, request.inverse_scale, minus)
@@ -70,14 +70,15 @@ class CppStatistics(EagerStatistics):
         # the kernel shares memory alone with torch, so neither autograd nor autocast sees it
         if torch._C._functorch.peek_interpreter_stack() is not None or (entries := _entries(tensors, minus)) is None:
             return None
-        rows, threads = torch.empty(len(tensors), WIDTH, dtype=torch.float64, device="cpu"), torch.get_num_threads()
+        rows, total = torch.empty(len(tensors), WIDTH, dtype=torch.float64, device="cpu"), _Row()
         scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
-        total = _Row()
-        if self._kernel.rows(len(tensors), entries.buffer_info()[0], scale, limit, threads, rows.data_ptr(), total):
+        if self._kernel.rows(
+            len(tensors), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr(), total
+        ):
             closer, _ = needs_precise_pass(rows.tolist(), ALL_COLUMNS)
             rows[closer] = measure_precisely(Batch.read(tensors, minus).take(closer), Request(ALL_COLUMNS, eps, inverse_scale))
             return rows, None
-        return rows, [*total]
+        return rows, total[:]
 
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
         # the kernel fills all columns, so all decide on the precise pass: a row does not depend on the request
@@ -117,30 +118,21 @@ class CppStatistics(EagerStatistics):
 
 def _entries(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> array[int] | None:
     """What the kernel gets of each tensor: addresses of it and of the other one, size and kind. None unless all are plain, of its dtypes,
-    contiguous and unchanged in memory: a negative view has the opposite sign. Asked anew each time: ``.data`` may have been replaced.
+    contiguous and unchanged in memory: a negative view has the opposite sign.
     """
-    try:
-        is_readable = (
-            PLAIN.issuperset(map(type, tensors))
-            and _KINDS.keys() >= {*(dtypes := [*map(dtype_of, tensors)])}
-            and all(map(is_on_cpu, tensors))
-            and not any(map(is_nested, tensors))
-            and all(map(Tensor.is_contiguous, tensors))
-            and not any(map(Tensor.is_neg, tensors))
-            and (others is None or (are_alike(tensors, others) and _entries(others, None) is not None))
-        )
-        if not is_readable:
-            return None
-        addresses, sizes = [*map(Tensor.data_ptr, tensors)], [*map(Tensor.numel, tensors)]
-    except RuntimeError:  # sparse ones and those of torch.func have no memory of their own
+    every, number = tensors if others is None else [*tensors, *others], len(tensors)
+    if as_plain(every) is None or not _KINDS.keys() >= {*(dtypes := [*map(dtype_of, every)])}:
         return None
-    if not all(addresses) and (as_plain(tensors) is None or any(compress(sizes, map(not_, addresses)))):
+    if not all(map(Tensor.is_contiguous, every)) or any(map(Tensor.is_neg, every)) or (others and not are_alike(tensors, others)):
         return None
-    entries = array("q", bytes(4 * 8 * len(sizes)))
-    entries[0::4], entries[2::4] = array("q", addresses), array("q", sizes)
-    entries[3::4] = array("q", [*map(_KINDS.__getitem__, dtypes)])
+    addresses, sizes = [*map(Tensor.data_ptr, every)], [*map(Tensor.numel, every)]
+    if any(compress(sizes, map(not_, addresses))):
+        return None
+    entries = array("q", bytes(4 * 8 * number))
+    entries[0::4], entries[2::4] = array("q", addresses[:number]), array("q", sizes[:number])
+    entries[3::4] = array("q", [*map(_KINDS.__getitem__, dtypes[:number])])
     if others is not None:
-        entries[1::4] = array("q", [*map(Tensor.data_ptr, others)])
+        entries[1::4] = array("q", addresses[number:])
     return entries
 
 

@@ -439,29 +439,25 @@ void measure(const Call& call, const std::vector<int64_t>& positions, bool wide)
     }
 }
 
-// The rows of ``count`` tensors merged into one. Their sums are added in the order in which torch adds a column of rows, to the same bit:
-// four rows by turns, in runs of sixteen, and runs of runs.
+// The rows of ``count`` tensors merged into one. Sums are added in the order in which torch adds a column, to the same bit: four rows by
+// turns, in runs of sixteen, and runs of runs.
 void add_up(int64_t count, const double* rows, double* total) {
-    constexpr int TURNS = 4, RUN_LENGTH = 16, LEVELS = 4;
-    const double infinity = std::numeric_limits<double>::infinity();
-    const std::array<double, COLUMNS> empty = {0, 0, 0, 0, 0, 0, infinity, -infinity};
-    std::array<double, COLUMNS> sums[LEVELS][TURNS];
-    std::fill(sums[0], sums[LEVELS], empty);
-    const int64_t whole = count / TURNS * TURNS;
-    for (int64_t i = 0; i < whole; ++i) {
-        merge(sums[0][i % TURNS].data(), rows + i * COLUMNS);
-        int64_t run = TURNS * RUN_LENGTH;
-        for (int level = 1; level < LEVELS && (i + 1) % run == 0; ++level, run *= RUN_LENGTH) {
-            for (int turn = 0; turn < TURNS; ++turn) merge(sums[level][turn].data(), sums[level - 1][turn].data());
-            std::fill(sums[level - 1], sums[level], empty);
+    constexpr int TURNS = 4, LEVELS = 4;
+    const std::array<double, COLUMNS> empty = {0, 0, 0, 0, 0, 0, INFINITY, -INFINITY};
+    std::copy(empty.begin(), empty.end(), total);
+    for (int turn = 0; turn < TURNS; ++turn) {
+        std::array<double, COLUMNS> sums[LEVELS] = {empty, empty, empty, empty};
+        for (int64_t i = 1; i <= count / TURNS; ++i) {
+            merge(sums[0].data(), rows + ((i - 1) * TURNS + turn) * COLUMNS);
+            for (int64_t level = 1, run = 16; level < LEVELS && i % run == 0; ++level, run *= 16) {
+                merge(sums[level].data(), sums[level - 1].data());
+                sums[level - 1] = empty;
+            }
         }
+        for (int level = 1; level < LEVELS; ++level) merge(sums[0].data(), sums[level].data());
+        for (int64_t i = count / TURNS * TURNS; turn == 0 && i < count; ++i) merge(sums[0].data(), rows + i * COLUMNS);
+        merge(total, sums[0].data());
     }
-    for (int level = 1; level < LEVELS; ++level) {
-        for (int turn = 0; turn < TURNS; ++turn) merge(sums[0][turn].data(), sums[level][turn].data());
-    }
-    for (int64_t i = whole; i < count; ++i) merge(sums[0][0].data(), rows + i * COLUMNS);
-    for (int turn = 1; turn < TURNS; ++turn) merge(sums[0][0].data(), sums[0][turn].data());
-    std::copy(sums[0][0].begin(), sums[0][0].end(), total);
 }
 
 bool is_finite(const double* row) {
@@ -489,8 +485,7 @@ std::vector<int64_t> all_of(int64_t count) {
 // Writes a row of eight numbers for each of ``count`` tensors.
 //
 // scale: what every element is multiplied by, or null. limit: magnitudes up to here count as near zero.
-// total: where their merged row is written, or null. Returns how many rows are not finite: those tensors have to be measured otherwise, and
-// there is no merged row.
+// total: where these merged into one are written, or null. Returns how many rows are not finite, which have to be measured otherwise.
 extern "C" int64_t torch_gradmon_rows(
     int64_t count, const int64_t* table, const float* scale, float limit, int threads, double* rows, double* total) {
     const Call call = {reinterpret_cast<const Entry*>(table), scale, limit, threads, rows};
