@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
 from .eager import EagerStatistics, measure_precisely, needs_precise_pass
-from .request import Batch, Request, are_alike, as_plain, dtype_of, flat_pair, is_plain, threshold
+from .request import PLAIN, Batch, Request, are_alike, as_plain, dtype_of, flat_pair, is_nested, is_on_cpu, is_plain, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -64,17 +64,16 @@ class CppStatistics(EagerStatistics):
     def at_once(
         self, tensors: Sequence[Tensor], eps: float, inverse_scale: Tensor | None = None, minus: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, list[float] | None] | None:
-        """The rows of tensors, with all columns, on any thread; and these merged into one, with the bits of ``rows.sum(0)``, where all
-        are finite. None if :meth:`rows` must be used: the kernel cannot read all.
+        """The rows of tensors, with all columns, on any thread; and their total, with the bits of ``rows.sum(0)``, where all are finite.
+        None if :meth:`rows` must be used: the kernel cannot read all.
         """
         # the kernel shares memory alone with torch, so neither autograd nor autocast sees it
         if torch._C._functorch.peek_interpreter_stack() is not None or (entries := _entries(tensors, minus)) is None:
             return None
-        rows, total = torch.empty(len(tensors), WIDTH, dtype=torch.float64, device="cpu"), _Row()
+        number, total, threads = len(tensors), _Row(), torch.get_num_threads()
+        rows = torch.empty(number, WIDTH, dtype=torch.float64, device="cpu")
         scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
-        if self._kernel.rows(
-            len(tensors), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr(), total
-        ):
+        if self._kernel.rows(number, entries.buffer_info()[0], scale, limit, threads, rows.data_ptr(), total):
             closer, _ = needs_precise_pass(rows.tolist(), ALL_COLUMNS)
             rows[closer] = measure_precisely(Batch.read(tensors, minus).take(closer), Request(ALL_COLUMNS, eps, inverse_scale))
             return rows, None
@@ -118,21 +117,30 @@ class CppStatistics(EagerStatistics):
 
 def _entries(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> array[int] | None:
     """What the kernel gets of each tensor: addresses of it and of the other one, size and kind. None unless all are plain, of its dtypes,
-    contiguous and unchanged in memory: a negative view has the opposite sign.
+    contiguous and unchanged in memory: a negative view has the opposite sign. Asked anew each time: ``.data`` may have been replaced.
     """
-    every, number = tensors if others is None else [*tensors, *others], len(tensors)
-    if as_plain(every) is None or not _KINDS.keys() >= {*(dtypes := [*map(dtype_of, every)])}:
+    try:
+        is_readable = (
+            PLAIN.issuperset(map(type, tensors))
+            and _KINDS.keys() >= {*(dtypes := [*map(dtype_of, tensors)])}
+            and all(map(is_on_cpu, tensors))
+            and not any(map(is_nested, tensors))
+            and all(map(Tensor.is_contiguous, tensors))
+            and not any(map(Tensor.is_neg, tensors))
+            and (others is None or (are_alike(tensors, others) and _entries(others, None) is not None))
+        )
+        if not is_readable:
+            return None
+        addresses, sizes = [*map(Tensor.data_ptr, tensors)], [*map(Tensor.numel, tensors)]
+    except RuntimeError:  # sparse ones and those of torch.func have no memory of their own
         return None
-    if not all(map(Tensor.is_contiguous, every)) or any(map(Tensor.is_neg, every)) or (others and not are_alike(tensors, others)):
+    if not all(addresses) and (as_plain(tensors) is None or any(compress(sizes, map(not_, addresses)))):
         return None
-    addresses, sizes = [*map(Tensor.data_ptr, every)], [*map(Tensor.numel, every)]
-    if any(compress(sizes, map(not_, addresses))):
-        return None
-    entries = array("q", bytes(4 * 8 * number))
-    entries[0::4], entries[2::4] = array("q", addresses[:number]), array("q", sizes[:number])
-    entries[3::4] = array("q", [*map(_KINDS.__getitem__, dtypes[:number])])
+    entries = array("q", bytes(4 * 8 * len(sizes)))
+    entries[0::4], entries[2::4] = array("q", addresses), array("q", sizes)
+    entries[3::4] = array("q", [*map(_KINDS.__getitem__, dtypes)])
     if others is not None:
-        entries[1::4] = array("q", addresses[number:])
+        entries[1::4] = array("q", [*map(Tensor.data_ptr, others)])
     return entries
 
 
