@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..core import keys as n
@@ -395,15 +395,18 @@ class RecordFactory:
         norms = {} if batches is None else norms_by_rank(batches)
         reasons: dict[str, str] = {}
         summarised = summary.compute(facts, whole, base, reasons, norms)
-        absent.update(zip(zip(repeat(n.SUMMARY), reasons, strict=False), reasons.values(), strict=True))
+        for name, why in reasons.items():
+            absent[n.SUMMARY, name] = why
         for source, plan in active.plans.items():
             if plan.views and source in tables:
                 blocks += plan.evaluate(tables[source], base)
         if self.layers.choice is not None:
             of_several = self.layers.choice in ("blocks", "top")  # which all have to be measured for that
             blocks += self.layers.values(whole if of_several else tables, base, pending.groups, inventory.names)
-        found = [*filter(summarised.__contains__, shown)]
-        first = dict(zip(map(summary_key, found), map(summarised.__getitem__, found), strict=True))
+        first: dict[Key, float] = {}
+        for name in shown:
+            if name in summarised:
+                first[summary_key(name)] = summarised[name]
         for key, value in custom.items():
             if key.source == n.SUMMARY:
                 first[key] = value
