@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from torch import nn
 
 from torch_gradmon import GradmonWarning, ModuleMonitor
+from torch_gradmon.core.moments import SQUARES, Column
+from torch_gradmon.core.records import StatsTable
+from torch_gradmon.step.summary import update_values
 
 STEPS = 24
 
@@ -75,3 +79,20 @@ def test_a_layer_frozen_within_an_open_step_is_no_part_of_it() -> None:
         assert monitor.get_step_metrics()["gradmon/param_norm"] == pytest.approx(norm, rel=1e-6)
         model[0].requires_grad_(step != 2)
     assert monitor.current_step == 3
+
+
+@pytest.mark.parametrize("odd", [None, 0.0, torch.inf, torch.nan])
+def test_percentiles_of_the_update_ratio_have_the_bits_of_torch(odd: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for count in range(1, 120):
+        names = tuple(map(str, range(count)))
+        before, after = torch.rand(2, count, 8, generator=generator, dtype=torch.float64)
+        if odd is not None:
+            after[count // 2, Column.SQUARE_SUM] = odd
+        found = update_values(StatsTable(names, after, SQUARES), StatsTable(names, before, SQUARES), set(names), {})
+        squares = (table[:, Column.SQUARE_SUM].tolist() for table in (after, before))
+        ratios = torch.tensor([math.sqrt(new / old) for new, old in zip(*squares, strict=True)], dtype=torch.float64)
+        expected = torch.quantile(ratios, torch.tensor([0.1, 0.9], dtype=torch.float64))
+        torch.testing.assert_close(
+            [found["update_ratio_p10"], found["update_ratio_p90"]], expected.tolist(), rtol=0, atol=0, equal_nan=True
+        )

@@ -249,6 +249,31 @@ def test_views_of_tables_are_not_stored_and_nothing_else_is_left_out(is_finite: 
         assert remembered.tables["gradient"].has("norm")
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_late_numbers_merge_with_whatever_else_is_logged_late(stored: bool, tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, run_dir=tmp_path if stored else None)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        monitor.log_scalar("loss", 1.0)
+        monitor.log_scalar("rate", torch.tensor(7.0))
+        monitor.log_scalar("seen", torch.tensor(4.0), aggregation_fn="max")
+        monitor.log_scalar("loss", 3.0)
+        monitor.log_scalar("turns", 2)
+        monitor.log_scalar("rate", 9.0)
+        monitor.log_scalar("seen", 6.0, aggregation_fn="max")
+    expected = {"loss": 2.0, "rate": 8.0, "seen": 6.0, "turns": 2.0}
+    found = monitor.get_all_metrics()
+    assert [{name: values[name] for name in expected} for values in found.values()] == [expected] * 5
+    monitor.detach()
+    if stored:
+        values = load_run(tmp_path).record(4).metrics
+        assert {name: values[name] for name in expected} == expected
+
+
 def test_a_value_with_the_key_of_a_built_in_that_is_logged_after_the_step_is_stored_in_its_place(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
