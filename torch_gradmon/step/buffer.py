@@ -823,7 +823,7 @@ class PendingReadback:
             else:
                 where = places.get(source, of.places)
                 names, rows = tuple(where), _rows_at(where.values(), blocks)
-            totals = None if of.whole is None else getattr(of, "totals", None)
+            totals = None if of.whole is None else of.totals
             if of.exchanged and not bool((rows[:, Column.COUNT] > 0).all()):  # no rank had any of some
                 counts, totals = rows[:, Column.COUNT].tolist(), None
                 some = [count > 0 or name not in of.exchanged for name, count in zip(names, counts, strict=True)]
