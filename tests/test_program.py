@@ -69,7 +69,7 @@ DEFECTS: dict[str, tuple[Any, str, Any, str]] = {
     "a row": (RecordFactory, "make", _moves_a_row, "/read/"),
     "a warning": (WarningLog, "warn", lambda *_: None, "/warnings"),
     "its words": (WarningLog, "warn", lambda old, self, text, *more: old(self, f"{text}.", *more), "/warnings"),
-    "a sink": (Publisher, "publish", lambda _, self: setattr(self, "_waiting", None), "/rows"),
+    "a sink": (Publisher, "publish", lambda _, self: setattr(self, "waiting", None), "/rows"),
     "a value": (ModuleMonitor, "get_step_metrics", lambda _, self: {}, "/read/"),
     "a reason": (ModuleMonitor, "missing", lambda old, self: dict.fromkeys(old(self), "no reason"), "/read/"),
     "the order": (ModuleMonitor, "state_dict", lambda old, self: dict(reversed(old(self).items())), "/read/"),

@@ -156,8 +156,9 @@ class GradientCapture:
             known = parameters.there(parameters.positions)
             self._at_rest = frozenset(position for position, parameter in known.items() if not parameter.requires_grad)
         self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, inventory.source
-        names = enumerate(plans[n.GRADIENT].names) if doubtful else ()
-        self._doubtful = frozenset(position for position, name in names if name in doubtful)
+        self._doubtful = frozenset()
+        if doubtful:
+            self._doubtful = frozenset(p for p, name in enumerate(plans[n.GRADIENT].names) if name in doubtful)
         self._by_batch, self._has_used, self._uncommitted, self._accumulated, self._batches = by_batch, False, {}, {}, {}
         self._seen, self._held, self._clipped, self._scaled, self._spent, self._passed = {}, {}, {}, False, set(), set()
 

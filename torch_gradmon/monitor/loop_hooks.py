@@ -624,6 +624,10 @@ def _tensor_in(place: Place) -> int | None:
     return None if parameter is None else parameter._cdata
 
 
+#: Backward passes that are remembered.
+_MOST = 10_000
+
+
 class _PassHook(Hook):
     """Calls ``method`` with ``position`` in the first hook of each backward pass, which is none of ``tasks`` then, and in all hooks where
     optimizers may step within.
@@ -734,8 +738,8 @@ class BackwardHooks:
         # a pass that returns the gradient, as torch.autograd.grad does, accumulates nothing
         if node is None or will_run(node):
             self.await_end()
-        else:
-            self._remember(_running_task())
+        elif len(self._tasks) < _MOST:
+            self._tasks.add(_running_task())
 
     def _expect_step(self, position: int) -> None:
         parameter = self._places[position]()
@@ -775,19 +779,16 @@ class BackwardHooks:
         if task == -1:  # FSDP2 in a pipeline calls the hooks itself, when it reduces gradients after the pass
             return
         if task not in self._tasks:
-            self._remember(task)
+            self._tasks.add(task)
             engine = Variable._execution_engine
             # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
             self.awaited.add(task)
             engine.queue_callback(functools.partial(engine.queue_callback, functools.partial(self._ended, task)))
 
-    def _remember(self, task: int) -> None:
-        if len(self._tasks) > 10_000:
-            self._tasks.clear()
-        self._tasks.add(task)
-
     def _ended(self, task: int) -> None:
         self.awaited.discard(task)
+        if len(self._tasks) > _MOST:
+            self._tasks.clear()
         if not self._optimizers.in_closure and (self._program.depth or self._optimizers.holds.held):
             self._optimizers.heal()
         self._is_over = True

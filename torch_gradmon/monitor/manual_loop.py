@@ -197,8 +197,8 @@ class GradientClip(ManualLoop):
 
     def _names(self) -> list[str]:
         """The canonical name of each parameter, or ``parameters[index]`` outside the watched model."""
-        self.runtime.planner.refresh()
-        inventory, places = self.runtime.planner.inventory, self._places()
+        inventory = self.runtime.planner.now()
+        places = {} if inventory is None else inventory.places()
         return [
             inventory.names[places[id(p)]] if inventory is not None and id(p) in places else f"parameters[{index}]"
             for index, p in enumerate(self._parameters)

@@ -299,7 +299,8 @@ class StepProgram:
             loop.machine.round_ended(key)
         progress.is_attempted, state.attempts = True, state.attempts + 1
         patterns.called_in_training = patterns.backward_since = False
-        self._lifecycle.attempt_ended(progress.is_overflowed)
+        if self._plugins.listening["after_attempt"]:
+            self._lifecycle.attempt_ended(progress.is_overflowed)
         if not loop.scaler_hooks.in_step:
             state.close()
             self._lifecycle.close(is_overflowed=progress.is_overflowed)

@@ -331,7 +331,7 @@ class Publisher:
         self.sinks: list[FilteredSink] = []
         self.keep_alive: list[object] = []
         self.of_trainer: Set[Key] = frozenset()
-        self._waiting: StepRecord | None = None
+        self.waiting: StepRecord | None = None
 
     def __del__(self) -> None:
         if self.sinks and not self._is_closed and self._receivers():
@@ -367,17 +367,17 @@ class Publisher:
         """Take a step's record. ``amends``: it replaces the previous one."""
         if os.getpid() != self._process.number:
             return
-        if self._waiting is not None and not amends:
+        if self.waiting is not None and not amends:
             self.publish()
-        if not amends or self._waiting is not None:
-            self._waiting, self._is_closed = record, False
+        if not amends or self.waiting is not None:
+            self.waiting, self._is_closed = record, False
         elif self._receivers():
             self._complaints.add("late", f"a value for step {record.step} came after the step had gone out to the sinks")
 
     def publish(self) -> None:
-        if self._waiting is None or os.getpid() != self._process.number:
+        if self.waiting is None or os.getpid() != self._process.number:
             return
-        record, self._waiting = self._waiting, None
+        record, self.waiting = self.waiting, None
         receivers = self._receivers() if self.sinks else ()
         values: dict[str, float] = {}
         texts = [*zip(record.events, map(str, record.events), strict=True)]

@@ -322,13 +322,16 @@ class StepLifecycle:
         modules = self.captures.modules
         # what the step needs may be registered with it
         self._had_root_inputs = modules is not None and modules.hooks.on_root_inputs
-        built_in = self.plugins.built_in
+        built_in, publisher = self.plugins.built_in, self.pipeline.publisher
         if built_in.detail.watches_idle_steps:
             self.plugins.tell("detail", "before_step", step)
         if self.pipeline.waiting:
             self.pipeline.seal(step)
         self.pipeline.finish()
-        self.pipeline.publisher.publish()
+        if publisher.sinks:
+            publisher.publish()
+        else:
+            publisher.waiting = None
         if built_in.recorder is not None:
             built_in.recorder.seal()
         if built_in.post_spike.watches_idle_steps:  # a spike in the last record makes it do so
@@ -408,7 +411,7 @@ class StepLifecycle:
         return active.is_skipped
 
     def attempt_ended(self, is_overflowed: bool) -> None:
-        if self.active is not None and self.plugins.listening["after_attempt"]:
+        if self.active is not None:
             self.plugins.call("after_attempt", self.active, not (is_overflowed or self.active.is_skipped))
 
     # --- closing -------------------------------------------------------------------------------------------------------------
@@ -582,7 +585,8 @@ class StepLifecycle:
 
     def prepare(self, active: ActiveStep) -> None:
         planner, captures, is_monitored = self.planner, self.captures, active.mode is Mode.MONITORED
-        planner.refresh()
+        if planner.inventory is not None and not planner.inventory.is_current():
+            planner.refresh()
         if self.loop is not None and self.loop.ownership.has_changed():
             self.installed_for = None
         index = planner.inventory
