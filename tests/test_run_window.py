@@ -90,7 +90,7 @@ def test_a_window_has_the_values_of_its_steps(family: str, tmp_path: Path) -> No
     assert _check(run, run.steps) > 300
     assert _check(run, [1, 4, 5, 99]) > 100
     assert _check(run, []) == 0
-    assert run.window([4]).facts[4]["lr"] == [1e-3]
+    assert run.window([4]).records[4].context["lr"] == [1e-3]
 
 
 def _tables() -> dict[str, StatsTable]:

@@ -318,21 +318,15 @@ class Pairing:
         left, right = (sheet.with_absent(keys) for sheet, keys in zip(sheets, self._absent, strict=True))
         left_part, right_part = left.columns(self._columns[0]), right.columns(self._columns[1])
         a, b, has_a, has_b = left_part.values, right_part.values, left_part.there, right_part.there
-        both = has_a & has_b
-        gap = (a - b).abs_()  # NaN where either is NaN, and between infinities of one sign
+        differs = has_a & has_b & ~((a == b) | (a.isnan() & b.isnan()))
+        is_number = a.isfinite() & b.isfinite()
+        gap = (a - b).abs_()
         scale = torch.maximum(a.abs(), b.abs())
         scale[:, self._floors.columns] = torch.maximum(scale[:, self._floors.columns], self._floors.of(left, right))
         allowed = scale * self.rtol + self._atol
         allowed[:, self._elements.columns] += self._stray(left, right)
-        differs = both & (gap != 0)
-        diverges = differs & ~(gap <= allowed)
-        relative = torch.where(differs, gap.div_(scale), 0.0)
-        if not bool(torch.where(both, scale, 0.0).isfinite().all()):
-            equal = (a == b) | (a.isnan() & b.isnan())
-            is_number = a.isfinite() & b.isfinite()
-            differs = both & ~equal
-            diverges = differs & (diverges | ~is_number)
-            relative = torch.where(differs, torch.where(is_number, relative, torch.inf), 0.0)
+        diverges = differs & ~((gap <= allowed) & is_number)
+        relative = torch.where(differs, torch.where(is_number, gap.div_(scale), torch.inf), 0.0)
         return Compared(self.keys, self.others, self.rtol, a, b, has_a, has_b, relative, differs, diverges)
 
     def _stray(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
@@ -428,8 +422,8 @@ def item_key(key: Key) -> Key:
 
 def facts_of(window: Window) -> ValueMatrix:
     rows: list[dict[Key, float]] = []
-    for step in window.steps:
-        facts = window.facts[step]
+    for record in window.records.values():
+        facts = {**record.context, "applied": record.applied}
         rates = facts.get("lr", [])
         row = {Key(CONTEXT, "lr", "" if len(rates) == 1 else str(group)): float(rate) for group, rate in enumerate(rates)}
         row |= {Key(CONTEXT, name, ""): float(facts[name]) for name in ("amp_scale", "applied") if facts.get(name) is not None}

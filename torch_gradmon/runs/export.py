@@ -92,19 +92,20 @@ def _steps(run: RunReader, steps: Sequence[int], advance: Advance) -> Iterator[P
     keys = [key for key in run.scalars if not is_of_layer(key)]
     columns = _free(map(format_key, keys), ("step", "time", "applied", *reals, "tags", "events", "context"))
     for window in _windows(run, steps, _CELLS // (len(keys) + len(reals) + 6), advance):
-        facts = [dict(window.facts[step]) for step in window.steps]
-        for step, fact in zip(window.steps, facts, strict=True):
-            fact.update(zip(rates, fact.pop("lr", ()), strict=False), events=list(map(asdict, window.spikes[step])))
-        values = {name: [fact.pop(name, None) for fact in facts] for name in ("time", "applied", *reals, "tags", "events")}
+        records, facts = window.records.values(), [dict(record.context) for record in window.records.values()]
+        for fact in facts:
+            fact.update(zip(rates, fact.pop("lr", ()), strict=False))
+        values = {name: [fact.pop(name, None) for fact in facts] for name in (*reals, "tags")}
+        spikes = [list(map(asdict, record.events)) for record in records]
         part: Part = {
             "step": np.array(window.steps, np.int64),
-            "time": np.array([round(time * 1e6) for time in values["time"]], "M8[us]"),
-            "applied": np.array(values["applied"], bool),
+            "time": np.array([round(record.time * 1e6) for record in records], "M8[us]"),
+            "applied": np.array([record.applied for record in records], bool),
         }
         for name in reals:
             part[name] = np.ma.array(np.array(values[name], np.float64), mask=[value is None for value in values[name]])
         part.update(zip(columns, _cells(window, [window.others], keys).T, strict=True))
-        for name, found in (("tags", values["tags"]), ("events", values["events"]), ("context", facts)):
+        for name, found in (("tags", values["tags"]), ("events", spikes), ("context", facts)):
             part[name] = np.array([json.dumps(strict(each), allow_nan=False) if each else None for each in found], object)
         yield part
 

@@ -456,10 +456,6 @@ class RunIndex:
                 found[source] = layout.part(layout.dense(absent, data), own.names)
         return found
 
-    def random_states(self, step: int) -> dict[str, bytes]:
-        """By device."""
-        return {device: data for device, _, data in self._parts(step) if isinstance(device, str)}
-
     def stored(self, key: Key) -> dict[int, float]:
         """Value by step of one of :attr:`scalars`, in a few milliseconds; empty if there is none."""
         if key not in self._keys:

@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +127,8 @@ class RunReader(RunIndex):
 
     def context(self, step: int) -> Mapping[str, Any]:
         """Learning rates, loss scale and tags of a step, and whether it was applied."""
-        return _facts(self._read(step))
+        record = self._read(step)
+        return {"time": record.time, "applied": record.applied, **record.context}
 
     def metrics(self, step: int) -> dict[str, float]:
         """All scalars of a step: whole-model values, custom metrics, logged values."""
@@ -155,19 +158,14 @@ class RunReader(RunIndex):
 
     def stacks(self, source: str, since: int | None = None, among: Iterable[int] | None = None) -> Iterator[StatsSeries]:
         """The statistics of ``source`` of the steps from ``since`` on that have them, or of ``among``, ascending, some hundred at once."""
-        steps, blobs, last = list[int](), list[bytes](), None
-        for step in self._since(since, self.steps_with(source)) if among is None else among:
-            layout, data = self.rows(step, source).get(source, (None, b""))
-            if layout is None:  # rows of other sources alone
-                continue
-            if last is not None and (layout != last or len(steps) >= _STEPS or sum(map(len, blobs)) > _AT_ONCE):
-                yield StatsSeries(tuple(steps), last.names, last.rows(blobs), last.columns)
-                steps, blobs = [], []
-            last = layout
-            steps.append(step)
-            blobs.append(data)
-        if last is not None:
-            yield StatsSeries(tuple(steps), last.names, last.rows(blobs), last.columns)
+        wanted = self._since(since, self.steps_with(source)) if among is None else among
+        stored = ((step, self.rows(step, source).get(source)) for step in wanted)
+        parts = ((step, *found) for step, found in stored if found is not None)  # else rows of other sources alone
+        for layout, alike in groupby(parts, key=itemgetter(1)):
+            for first in alike:
+                most = min(_STEPS, 1 + _AT_ONCE // max(len(first[2]), 1))
+                steps, _, blobs = zip(first, *islice(alike, most - 1), strict=True)  # noqa: B031 (the rest of them)
+                yield StatsSeries(steps, layout.names, layout.rows(blobs), layout.columns)
 
     def window(self, steps: Iterable[int]) -> Window:
         """All values of some steps, as matrices; steps that the run does not have are left out."""
@@ -192,7 +190,7 @@ class RunReader(RunIndex):
         without a spike, or for one of NaN or Inf after eight others in a row.
         """
         self.check_step(step)
-        states = self.random_states(step)
+        states = {device: data for device, _, data in self._parts(step) if isinstance(device, str)}
         if not states:
             raise KeyError(
                 f"no random state is kept of step {step}: only steps with a spike have one, of NaN or Inf the first 8 in a row"
@@ -347,23 +345,16 @@ class Window:
         self.steps = tuple(steps)
         self._keys = index.stored_keys(self.steps)
         self._row = {step: row for row, step in enumerate(self.steps)}
-        self.facts: dict[int, dict[str, Any]] = {}  # by step what RunReader.context returns
-        self.spikes: dict[int, tuple[SpikeEvent, ...]] = {}
-        self._values: dict[int, Mapping[Key, float]] = {}
+        self.records = {step: index.read(step) for step in self.steps}  # without statistics
         self._packed: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
         for step in self.steps:
-            found = index.read(step)
-            self.facts[step], self.spikes[step], self._values[step] = _facts(found), found.events, found.values
             for source, packed in index.rows(step).items():
                 if source in LAYER_SOURCES:
                     self._packed.setdefault(source, {})[step] = packed
 
-    def scalars(self, step: int) -> Mapping[Key, float]:
-        return self._values.get(step, {})
-
-    def table(self, source: str, step: int) -> StatsTable | None:
-        found = self._packed.get(source, {}).get(step)
-        return None if found is None else found[0].table(found[1])
+    def tables(self, step: int) -> dict[str, StatsTable]:
+        packed = ((source, self._packed.get(source, {}).get(step)) for source in TENSOR_SOURCES)
+        return {source: found[0].table(found[1]) for source, found in packed if found is not None}
 
     def is_like(self, other: Window, source: str) -> bool:
         """Whether the stored statistics of ``source`` are equal byte for byte."""
@@ -384,8 +375,8 @@ class Window:
         """The stored values of each source of layers, and all others: row of the step, key, and value."""
         group = {key: key.source if is_of_layer(key) else _OTHERS for key in self._keys}
         grouped: dict[str, list[tuple[int, Key, float]]] = {}
-        for row, step in enumerate(self.steps):
-            for key, value in self._values[step].items():
+        for row, record in enumerate(self.records.values()):
+            for key, value in record.values.items():
                 grouped.setdefault(group[key], []).append((row, key, value))
         return grouped
 
@@ -429,10 +420,6 @@ class Window:
 @lru_cache(maxsize=256)
 def _keys(source: str, names: tuple[str, ...], metrics: tuple[str, ...]) -> tuple[Key, ...]:
     return tuple(Key(source, name, metric) for metric in metrics for name in names)
-
-
-def _facts(record: StepRecord) -> dict[str, Any]:
-    return {"time": record.time, "applied": record.applied, **record.context}
 
 
 def is_of_layer(key: Key) -> bool:

@@ -313,7 +313,9 @@ class RunWriter:
         parts += [(self._defined(device), 0, bytes(state.tolist())) for device, state in rng.items()]
         places = tuple(map(itemgetter(0), parts))
         if (layouts := self._layout_sets.get(places)) is None:
-            layouts = self._new_layout_set(places)
+            layouts = len(self._layout_sets)
+            self._put({"is": "layouts", "number": layouts, "at": places})
+            self._layout_sets[places] = layouts
         rows = (self._rows or self._row_file()).append(f.of_tables(record.step, parts)) if parts else (0, 0)
         by_key = (values.rest if record.tables and isinstance(values, StepValues) else StepValues.of(values)).by_key
         number, keys = self._key_sets.get(tuple(by_key)) or self._new_key_set(tuple(by_key)) if by_key else (0, ())
@@ -356,12 +358,6 @@ class RunWriter:
             facts = {"is": "rng", "device": layout} if isinstance(layout, str) else layout.definition()
             place = self._layouts[layout] = self._row_file().append(f.of_json(facts))[0]
         return place
-
-    def _new_layout_set(self, places: tuple[int, ...]) -> int:
-        number = len(self._layout_sets)
-        self._put({"is": "layouts", "number": number, "at": places})
-        self._layout_sets[places] = number
-        return number
 
     def _new_key_set(self, keys: tuple[Key, ...]) -> tuple[int, tuple[int, ...]]:
         """The number of a set of keys, and those of the keys."""

@@ -21,7 +21,7 @@ from ...core.moments import Column
 from ...core.records import Severity, SpikeEvent, StepRecord, is_loss_of_network, is_whole_loss, loss_among
 from ...core.trainers import advice_for
 from ...core.validation import subsample_steps
-from ...runs.reader import RunReader, Window
+from ...runs.reader import RunReader
 from ...spikes.attribution import ParameterAttribution
 from ...spikes.signals import Episode, by_size, episodes
 from ..spike_report import suspects
@@ -236,7 +236,7 @@ class History:
         liked = [] if loss is None or len(run.steps) <= most else sorted(run.stored(loss))
         window = run.window(subsample_steps(run.steps, by_size(events), most, liked))
         return cls(
-            [_record(window, step) for step in window.steps],
+            [record._replace(tables=window.tables(step)) for step, record in window.records.items()],
             events,
             loop_findings(meta),
             place=shlex.quote(str(run.path)),
@@ -572,12 +572,6 @@ def _branch(name: str, names: Sequence[str]) -> list[int]:
         if found := [place for place, other in enumerate(names) if other != name and other.startswith(inside)]:
             return found
     return []
-
-
-def _record(window: Window, step: int) -> StepRecord:
-    context = {name: value for name, value in window.facts[step].items() if name != "events"}
-    tables = {source: table for source in n.TENSOR_SOURCES if (table := window.table(source, step)) is not None}
-    return StepRecord(step, context.pop("time"), context.pop("applied"), window.scalars(step), tables, context)
 
 
 # --- Precautions ---
