@@ -50,7 +50,11 @@ class RunCard:
         with closing(read_run(path)) as run:
             self._take_state(run.status)
             self._take_losses(run, points)
-            self._take_spikes(run)
+            spikes = episodes(run.events, run.steps)
+            self.spikes = len(spikes)
+            # where: the layer that moved most, or what the layers did together; empty if it is unknown
+            self.worst_spike, self.spike_step, self.spike_where = _described(largest(spikes, 1))
+            self.last_spike, self.last_spike_step, self.last_spike_where = _described(spikes[-1:])
             steps, meta, scalars = run.steps, run.meta, run.scalars
             times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
             self.steps = len(steps)
@@ -84,7 +88,12 @@ class RunCard:
         self.raised = str(status.meta.get("raised") or "") if status.has_ended else ""
         # steps that could not be written, as on a full disk; of a run that has not ended 1 or more if the last steps are lost
         self.unwritten = int(status.meta.get("unwritten", 0)) if status.has_ended or status.lost else 0
-        self.status = _sentence(status, self.raised, self.unwritten)  # the state as a sentence
+        # the state as a sentence
+        self.status = "no step was recorded: the run has ended" if status.step is None and status.has_ended else str(status)
+        self.status += f", with {self.raised}" * bool(self.raised)
+        if self.unwritten and status.has_ended:
+            steps = f"{self.unwritten} step{'s' * (self.unwritten != 1)}"
+            self.status += f"; {steps} could not be written, and what is said is about the others"
         self.step, self.age = status.step, status.age  # seconds since the last step
         # usual seconds between two steps, None if unknown; and the second-longest time between two, see RunStatus
         self.usual, self.pause = status.usual, status.pause
@@ -99,13 +108,6 @@ class RunCard:
             self.loss = loss.finite.part(1 - _NOW, 1).median if math.isfinite(loss.values[-1]) else loss.values[-1]
         self.first_loss = loss.values[0] if len(loss) else None
         self.losses = _thinned(loss, points)  # step and loss, thinned out, for a small chart
-
-    def _take_spikes(self, run: RunReader) -> None:
-        spikes = episodes(run.events, run.steps)
-        self.spikes = len(spikes)
-        # where: the layer that moved most, or what the layers did together; empty if it is unknown
-        self.worst_spike, self.spike_step, self.spike_where = _described(largest(spikes, 1))
-        self.last_spike, self.last_spike_step, self.last_spike_where = _described(spikes[-1:])
 
     @property
     def is_of_network(self) -> bool:
@@ -127,14 +129,6 @@ def differing(cards: Sequence[RunCard]) -> list[str]:
     names = dict.fromkeys(name for card in cards for name in card.settings)
     values = {name: len({card.settings.get(name) for card in cards}) for name in names}
     return sorted((name for name in names if values[name] > 1), key=lambda name: -values[name])
-
-
-def _sentence(status: RunStatus, raised: str, unwritten: int) -> str:
-    said = "no step was recorded: the run has ended" if status.step is None and status.has_ended else str(status)
-    said += f", with {raised}" * bool(raised)
-    if unwritten and status.has_ended:
-        said += f"; {unwritten} step{'s' * (unwritten != 1)} could not be written, and what is said is about the others"
-    return said
 
 
 def _described(spikes: Sequence[Episode]) -> tuple[str, int | None, str]:

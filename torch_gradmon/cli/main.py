@@ -58,7 +58,8 @@ def _run_command(given: list[str]) -> int:
     options, unknown = parser.parse_known_args(given)
     if unknown:
         is_early = options.command is None or unknown[0] in given[: given.index(options.command)]
-        (parser if is_early else _of_command(parser, options.command)).refuse(unknown)
+        commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        (parser if is_early else commands.choices[options.command]).refuse(unknown)
     if options.command is None:
         parser.error("name a command, such as demo")
     try:
@@ -85,11 +86,6 @@ def command_parser() -> _Parser:
     for command in COMMANDS.values():
         command.add_to(subparsers)
     return parser
-
-
-def _of_command(parser: _Parser, command: str) -> _Parser:
-    found: _Parser = next(action.choices[command] for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return found
 
 
 def _examples() -> Iterator[str]:

@@ -224,7 +224,8 @@ class SchedulerRollback:
         if monitor is not None and monitor.step_was_skipped:
             # a scheduler of a trainer may hold its optimizer in a wrapper
             own = [each for each in self._schedulers() if check.inside(getattr(each, "optimizer", None)) is optimizer]
-            self._kept += [(each, copy.deepcopy(each.state_dict()), _options(optimizer)) for each in own]
+            options = [{name: copy.deepcopy(of) for name, of in g.items() if name != "params"} for g in optimizer.param_groups]
+            self._kept += [(each, copy.deepcopy(each.state_dict()), options) for each in own]
 
     def restore(self, again: Callable[[Any], bool] = lambda scheduler: False) -> None:
         """Undo the moves of the schedulers since a skipped step. ``again``: whether a scheduler has not moved for this step yet, so that
@@ -252,7 +253,3 @@ def whole_model_names(argument: str, names: Any) -> tuple[str, ...]:
     for name in names:
         check.one_of(argument, name, (*KEY_DOCUMENTATION, *ON_REQUEST, *BATCH_DOCUMENTATION))
     return tuple(names)
-
-
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{name: copy.deepcopy(each) for name, each in g.items() if name != "params"} for g in optimizer.param_groups]

@@ -102,7 +102,7 @@ class GradmonHandler(HasMonitor):
         self._optimizers = [weakref.ref(each) for each in optimizers]
         trainer.state.unhealthy_spike = False  # type: ignore[attr-defined]
         for event, method in (
-            (Events.STARTED, self._started),
+            (Events.STARTED, lambda engine: self._begin(engine, engine.state.iteration + 1)),
             (Events.ITERATION_STARTED, self._iteration_started),
             (Events.ITERATION_COMPLETED, self._iteration_completed),
             (Events.TERMINATE, self._end),
@@ -148,9 +148,6 @@ class GradmonHandler(HasMonitor):
             self._loaded = dict(state)
 
     # --- called by Ignite ------------------------------------------------------------------------------------------------------
-
-    def _started(self, engine: Engine) -> None:
-        self._begin(engine, engine.state.iteration + 1)
 
     def _begin(self, engine: Engine, first: int) -> None:
         model = None if self._model is None else self._model()

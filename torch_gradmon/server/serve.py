@@ -89,8 +89,9 @@ def _script(name: str) -> str:
     return _text("common.js") + _text(name)
 
 
-def _style() -> str:
-    return files("torch_gradmon.analysis.report").joinpath("page.css").read_text(encoding="utf-8") + _text("runs.css")
+def _page(name: str, script: str, **values: str) -> str:
+    style = files("torch_gradmon.analysis.report").joinpath("page.css").read_text(encoding="utf-8") + _text("runs.css")
+    return template("server", name).render(style=style, script=_script(script), **values)
 
 
 def content_of(path: Path, name: str) -> dict[str, Any] | None:
@@ -103,7 +104,7 @@ def one_run(path: Path, name: str) -> str:
     shown = version(path)  # before it is read: what is written in between comes with the next version
     found = content_of(path, name)
     if found is None:
-        return template("server", "waiting.html.j2").render(name=name, style=_style(), script=_script("page.js"))
+        return _page("waiting.html.j2", "page.js", name=name)
     return html(found, LivePage(name, _script("page.js"), shown))
 
 
@@ -256,7 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
         if refusal := self._gradmon.access.refusal(self.headers, self._query):
             raise _Refused(*refusal)
         routes: dict[str, Callable[[], tuple[str, str]]] = {
-            "/": self._all,
+            "/": lambda: (_page("runs.html.j2", "runs.js", root=os.fspath(self._gradmon.root)), _HTML),
             "/run": lambda: (one_run(*self._run("name")), _HTML),
             "/both": self._both,
             "/content.json": self._content,
@@ -277,10 +278,6 @@ class _Handler(BaseHTTPRequestHandler):
         if path is None:
             raise _Refused(HTTPStatus.NOT_FOUND, "there is no such run")
         return path, name
-
-    def _all(self) -> tuple[str, str]:
-        root = os.fspath(self._gradmon.root)
-        return template("server", "runs.html.j2").render(root=root, style=_style(), script=_script("runs.js")), _HTML
 
     def _both(self) -> tuple[str, str]:
         (first, one), (second, other) = self._run("first"), self._run("second")

@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ...analysis.many_runs import RunCard, differing
-from ...analysis.spike_report import SpikeSummary
 from ...core.formatting import cut_start, listed, number, percent, time_span
 from ...core.keys import Key
 from ...core.records import loss_among
@@ -159,17 +158,14 @@ def _spikes(summary: RunSummary, width: int) -> Iterator[RenderableType]:
     for spike in summary.spikes:
         words = Text(spike.words)
         if spike.moved:
-            words.append(f"; {_moved(spike, width)}", style=_DIM)
+            layer = cut_start(spike.layer, max(width // 2, _NAME))
+            words.append(f"; {f'{layer} {spike.moved}'.strip()}", style=_DIM)
         row = "" if spike.first == spike.last else f", of {spike.first} to {spike.last}"
         table.add_row(f"step {spike.step}{row}", words)
     yield table
     worst = largest(summary.spiked, 1)[0].worst.step
     what = "it" if len(summary.spiked) == 1 else "the largest"
     yield Text(f"gradmon why {summary.name} --step {worst} explains {what}", style=_DIM, overflow="fold")
-
-
-def _moved(spike: SpikeSummary, width: int) -> str:
-    return f"{cut_start(spike.layer, max(width // 2, _NAME))} {spike.moved}".strip()
 
 
 def _table(
