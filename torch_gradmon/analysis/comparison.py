@@ -711,8 +711,9 @@ class Comparison:
                 column = found.keys.index(key)
                 there = (found.has_left & found.has_right)[:, column].tolist()
                 values = zip(steps, found.relative[:, column].tolist(), there, strict=True)
-                growth[format_key(key)] = {step: value for step, value, is_there in values if is_there}
-        return {key: values for key, values in growth.items() if values}
+                if known := {step: value for step, value, is_there in values if is_there}:
+                    growth[format_key(key)] = known
+        return growth
 
     def stages(self, step: int) -> dict[str, StageCounts]:
         found = self._compared([step], thorough=True)

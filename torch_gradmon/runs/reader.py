@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -58,11 +58,11 @@ def single_threaded() -> Iterator[None]:
 
 
 def between(steps: Sequence[int], first: int | None, last: int | None) -> list[int]:
-    """The steps from ``first`` to ``last``, inclusive; None for no bound. Raises TypeError or ValueError if one is no step number."""
+    """Of ascending steps those from ``first`` to ``last``, inclusive; None for no bound. Raises TypeError or ValueError if one is no step number."""
     for name, value in (("first", first), ("last", last)):
         if value is not None:
             check.step_number(name, value)
-    return [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
+    return list(steps[bisect_left(steps, first or 0) : None if last is None else bisect_right(steps, last)])
 
 
 class RunReader(RunIndex):
@@ -149,16 +149,12 @@ class RunReader(RunIndex):
     def records(self, since: int | None = None, wanted: Callable[[Key], bool] | None = None) -> Iterator[StepRecord]:
         """The steps from ``since`` on, ascending, with values of the keys that are ``wanted``, and no statistics: see :meth:`stacks`."""
         chosen = None if wanted is None else set(filter(wanted, self._keys))
-        for step in self._since(since, self.steps):
+        for step in between(self.steps, since, None):
             yield self.read(step, chosen)
-
-    @staticmethod
-    def _since(since: int | None, steps: list[int]) -> list[int]:
-        return steps[0 if since is None else bisect_left(steps, since) :]
 
     def stacks(self, source: str, since: int | None = None, among: Iterable[int] | None = None) -> Iterator[StatsSeries]:
         """The statistics of ``source`` of the steps from ``since`` on that have them, or of ``among``, ascending, some hundred at once."""
-        wanted = self._since(since, self.steps_with(source)) if among is None else among
+        wanted = between(self.steps_with(source), since, None) if among is None else among
         stored = ((step, self.rows(step, source).get(source)) for step in wanted)
         parts = ((step, *found) for step, found in stored if found is not None)  # else rows of other sources alone
         for layout, alike in groupby(parts, key=itemgetter(1)):

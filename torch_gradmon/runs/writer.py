@@ -112,7 +112,7 @@ class RunWriter:
             self.path.mkdir(parents=True, exist_ok=True)
             there = f.pairs_in(self.path)
             self._before = RunIndex(self.path) if there else None  # what earlier writers wrote, until the first step
-            self._last = self._before.steps[-1] if self._before is not None and self._before.steps else None
+            self.last = self._before.steps[-1] if self._before is not None and self._before.steps else None
             self._begin_pair(f.next_number(self.path))
         except OSError as error:
             raise type(error)(f"run_dir={str(path)!r} cannot be written: {error}; give another directory") from error
@@ -225,7 +225,7 @@ class RunWriter:
         self._meta, self._is_done = dict(facts), False
         if self._before is not None:  # the last look at what earlier writers wrote
             self._before.refresh()
-            self._last = self._before.steps[-1] if self._before.steps else None
+            self.last = self._before.steps[-1] if self._before.steps else None
             self._before.close()
             self._before = None
         free = f.next_number(self.path)
@@ -244,19 +244,15 @@ class RunWriter:
 
     # --- steps ----------------------------------------------------------------------------------------------------------------------
 
-    @property
-    def last(self) -> int | None:
-        return self._last
-
     def replaces_all(self, step: int) -> bool:
         """Whether the run has steps of earlier writers, and a rewind to ``step`` replaces all of them."""
         return self._before is not None and bool(self._before.steps) and step <= self._before.steps[0]
 
     def rewind(self, step: int) -> None:
         """Replace the steps from ``step`` on. Raises OSError."""
-        if self._last is not None and step <= self._last and not self._is_superseded():
+        if self.last is not None and step <= self.last and not self._is_superseded():
             self._put({"is": "rewind", "step": step})
-            self._last = self._written = None
+            self.last = self._written = None
 
     def log(self, record: StepRecord, update: bool = False, backfill: bool = False) -> None:
         """Write one step. ``update`` replaces the last step, ``backfill`` adds an earlier one.
@@ -281,14 +277,14 @@ class RunWriter:
                 self._begin_pair(self._number + 1)
         known, self._written = self._written if update else None, None
         # what an earlier file has is no longer amended, and its step is written anew
-        backfills = backfill or (update and known is None and self._last is not None and record.step <= self._last)
+        backfills = backfill or (update and known is None and self.last is not None and record.step <= self.last)
         try:
             self._write(record, known, f.BACKFILLS if backfills else f.AMENDS if update else 0)
         except OSError as error:
             self._is_cut_off = error.errno not in _FULL
             raise
         self._written = None if backfill else record
-        self._last = record.step if self._last is None or not backfill else max(record.step, self._last)
+        self.last = record.step if self.last is None or not backfill else max(record.step, self.last)
         if now - self._synced >= max(_SYNCS, self._sync_takes / _SHARE):  # make what was written visible on other hosts
             begin = time.monotonic()
             for file in self._files:

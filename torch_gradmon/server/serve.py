@@ -89,7 +89,7 @@ def _script(name: str) -> str:
     return _text("common.js") + _text(name)
 
 
-def _page(name: str, script: str, **values: str) -> str:
+def _page(name: str, script: str, /, **values: str) -> str:
     style = files("torch_gradmon.analysis.report").joinpath("page.css").read_text(encoding="utf-8") + _text("runs.css")
     return template("server", name).render(style=style, script=_script(script), **values)
 

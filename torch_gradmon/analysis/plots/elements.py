@@ -352,8 +352,7 @@ class Line:
     after_gaps: tuple[int, ...] = ()  # the steps that follow a gap; nothing is drawn over a gap
 
     @classmethod
-    def of(cls, name: str, series: Series, colour: str, gaps: Sequence[Gap], most: int = 0, **options: Any) -> Line:
-        most = most or POINTS
+    def of(cls, name: str, series: Series, colour: str, gaps: Sequence[Gap], most: int = POINTS, **options: Any) -> Line:
         after = steps_after(gaps, series.steps, most)
         return cls(name, points(series, most, frozenset(after)), colour, after_gaps=after, **options)
 

@@ -53,8 +53,9 @@ def live(options: argparse.Namespace) -> int:
         if not options.once:
             live_loop.follow(console, follower, options.interval)
             return 0
-        if options.wait:
-            live_loop.wait(follower, options.interval)
+        while options.wait and (follower.live is None or follower.live.last is None):
+            time.sleep(options.interval)
+            follower.refresh()
         live_loop.print_frame(console, follower)
     return 0
 

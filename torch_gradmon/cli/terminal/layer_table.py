@@ -60,10 +60,8 @@ class ValueSummary:
         return cls(name, is_logged, len(values), *ends, largest, at, spoiled, since)
 
     def to_dict(self) -> dict[str, Any]:
-        ends = {
-            name: value if math.isfinite(value) else str(value) for name, value in (("first", self.first), ("last", self.last))
-        }
-        return {**asdict(self), **ends}
+        found = asdict(self).items()
+        return {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in found}
 
 
 def _known(value: Any) -> Any:

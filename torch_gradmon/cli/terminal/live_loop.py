@@ -222,11 +222,5 @@ def follow(console: QuietConsole, follower: RunFollower, interval: float) -> Non
     print_frame(console, follower)
 
 
-def wait(follower: RunFollower, interval: float) -> None:
-    while follower.live is None or follower.live.last is None:
-        time.sleep(interval)
-        follower.refresh()
-
-
 def _has_unicode(console: QuietConsole) -> bool:
     return console.encoding.lower().startswith("utf")
