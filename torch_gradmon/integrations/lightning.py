@@ -236,7 +236,7 @@ class GradmonCallback(HasMonitor, Callback):
         if self._adapter.schedulers is not None:
             self._adapter.end()
 
-    on_exception = on_train_end  # when training is interrupted
+    on_exception = on_train_end  # type: ignore[assignment]  # it takes any arguments
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the monitor and of the epoch, as plain numbers and lists."""

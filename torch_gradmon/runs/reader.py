@@ -58,7 +58,7 @@ def single_threaded() -> Iterator[None]:
 
 
 def between(steps: Sequence[int], first: int | None, last: int | None) -> list[int]:
-    """Of ascending steps those from ``first`` to ``last``, inclusive; None for no bound. Raises TypeError or ValueError if one is no step number."""
+    """Of ascending steps those from ``first`` to ``last``, both included; None for no bound. TypeError or ValueError for no step number."""
     for name, value in (("first", first), ("last", last)):
         if value is not None:
             check.step_number(name, value)

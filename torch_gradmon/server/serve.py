@@ -26,7 +26,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 from ..analysis.comparison import renamer
 from ..analysis.diff import diff_runs
 from ..analysis.many_runs import RunCard
-from ..analysis.report.page import LivePage, as_json, comparison_content, content, html, template
+from ..analysis.report.page import as_json, comparison_content, content, html, template
 from ..analysis.run import read_run
 from ..runs.format import version
 from . import PORT
@@ -105,7 +105,7 @@ def one_run(path: Path, name: str) -> str:
     found = content_of(path, name)
     if found is None:
         return _page("waiting.html.j2", "page.js", name=name)
-    return html(found, LivePage(name, _script("page.js"), shown))
+    return html(found, run=name, script=_script("page.js"), version=shown)
 
 
 def two_runs(paths: tuple[Path, Path], names: tuple[str, str]) -> str:
@@ -114,7 +114,7 @@ def two_runs(paths: tuple[Path, Path], names: tuple[str, str]) -> str:
     with closing(read_run(paths[0])) as first, closing(read_run(paths[1])) as second:
         title = f"{names[0]} and {names[1]}"
         found = comparison_content((first, second), names, difference, renamer(None), title, lambda: None)
-    return html(found, LivePage("", _script("page.js")))
+    return html(found, run="", script=_script("page.js"), version="")
 
 
 # --- Server-sent events: what is new, as soon as it is written ---

@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -447,13 +446,11 @@ def _written(data: dict[str, Any], target: Path) -> Path:
     return target
 
 
-def html(data: dict[str, Any], live: LivePage | None = None) -> str:
+def html(data: dict[str, Any], **live: str) -> str:
+    """The page; ``live`` is for that of a server: ``run``, its name there or empty if the page follows none, ``script`` and ``version``."""
     here = files(__package__)
     return template("analysis/report", "page.html.j2").render(
-        title=data["title"],
-        facts=data["facts"],
-        against=data["against"],
-        sides=data["sides"],
+        data,
         style=here.joinpath("page.css").read_text(encoding="utf-8"),
         script=here.joinpath("page.js").read_text(encoding="utf-8"),
         plotly=_plotly()[0],
@@ -462,15 +459,6 @@ def html(data: dict[str, Any], live: LivePage | None = None) -> str:
         data=as_json(data).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
         live=live,
     )
-
-
-@dataclass(frozen=True)
-class LivePage:
-    """What the page of a server has in addition; ``run`` is its name on the server, empty if the page follows none."""
-
-    run: str
-    script: str
-    version: str = ""
 
 
 def template(folder: str, name: str) -> Template:

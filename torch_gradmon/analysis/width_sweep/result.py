@@ -435,34 +435,11 @@ class TermLine:
         return [geometric_mean(self.points[width]) for width in self.widths]
 
 
-#: The lines of each panel by its title.
-Panels = Mapping[str, Sequence[TermLine]]
-
-
 def kinds() -> list[str]:
     """The possible endings of a file name, without the dot; needs matplotlib."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     return sorted(FigureCanvasBase.get_supported_filetypes())
-
-
-def _draw_panel(axes: Any, title: str, lines: Sequence[TermLine], ticks: Sequence[int]) -> None:
-    """Geometric means over seeds, and a point for each seed."""
-    dashes = {"grows": "dashed", "vanishes": "dotted"}
-    for line in lines:
-        style = {"color": line.colour, "linestyle": dashes.get(line.state, "solid"), "label": line.label}
-        axes.plot(line.widths, line.means, linewidth=1.6, **style)
-        for width in line.widths:
-            axes.plot([width] * len(line.points[width]), line.points[width], ".", color=line.colour, markersize=3, alpha=0.5)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(ticks, [str(width) for width in ticks])
-    axes.xaxis.minorticks_off()
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("width")
-    axes.grid(color=_TEXT, alpha=0.2)
-    if lines:
-        axes.legend(fontsize=7, frameon=False, ncols=1 + len(lines) // 10)
 
 
 @dataclass(frozen=True)
@@ -602,10 +579,26 @@ class WidthSweep:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError('a picture needs matplotlib: pip install "torch_gradmon[plot]"') from error
-        found = self.panels()
+        found, dashes = self.panels(), {"grows": "dashed", "vanishes": "dotted"}
         picture = Figure(figsize=(4.6 * len(found), 4.4), layout="constrained")
         for (title, lines), axes in zip(found.items(), picture.subplots(1, len(found), squeeze=False)[0], strict=True):
-            _draw_panel(axes, title, lines, sorted({width for line in lines for width in line.points}))
+            for line in lines:  # geometric means over seeds, and a point for each seed
+                style = {"color": line.colour, "linestyle": dashes.get(line.state, "solid"), "label": line.label}
+                axes.plot(line.widths, line.means, linewidth=1.6, **style)
+                for width in line.widths:
+                    axes.plot(
+                        [width] * len(line.points[width]), line.points[width], ".", color=line.colour, markersize=3, alpha=0.5
+                    )
+            ticks = sorted({width for line in lines for width in line.points})
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(ticks, [str(width) for width in ticks])
+            axes.xaxis.minorticks_off()
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel("width")
+            axes.grid(color=_TEXT, alpha=0.2)
+            if lines:
+                axes.legend(fontsize=7, frameon=False, ncols=1 + len(lines) // 10)
         picture.savefig(path, dpi=110)
 
     def figure(self) -> Any:
@@ -642,8 +635,8 @@ class WidthSweep:
         figure.update_yaxes(type="log", tickvals=round_numbers, ticktext=[f"{number:g}" for number in round_numbers])
         return figure
 
-    def panels(self) -> Panels:
-        """The plotted panels: both terms and the mean of |output| over the width, after the last step."""
+    def panels(self) -> Mapping[str, Sequence[TermLine]]:
+        """The lines of each plotted panel by its title: both terms and the mean of |output| over the width, after the last step."""
         judged: dict[tuple[str, str], LayerVerdict] = {(verdict.module, verdict.term): verdict for verdict in self.verdicts}
         found: dict[str, list[TermLine]] = {}
         for term, title in _TITLES.items():

@@ -82,10 +82,11 @@ def _value(name: str, card: RunCard) -> float | None:
 
 def _ordered(cards: Sequence[RunCard], key: Callable[[RunCard], Any], largest: bool) -> list[RunCard]:
     """By ``key``, and then by name; those without a finite value are last."""
-    values = [(key(card), card) for card in sorted(cards, key=lambda card: card.name)]
-    there = [(found, card) for found, card in values if found is not None and (isinstance(found, str) or math.isfinite(found))]
-    ordered = [card for _, card in sorted(there, key=lambda each: each[0], reverse=largest)]
-    return ordered + [card for _, card in values if not any(card is other for other in ordered)]
+    named = sorted(cards, key=lambda card: card.name)
+    values = {
+        card: value for card in named if isinstance(value := key(card), str) or (value is not None and math.isfinite(value))
+    }
+    return sorted(values, key=values.__getitem__, reverse=largest) + [card for card in named if card not in values]
 
 
 # --- two of them ---

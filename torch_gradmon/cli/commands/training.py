@@ -39,7 +39,7 @@ def width_sweep_command(options: argparse.Namespace) -> int:
     if options.output is not None:
         with requires_extra("--output", "plot", "matplotlib"):
             to = output(options.output, [f".{kind}" for kind in result.kinds()])
-    try:
+    with wrong_request(TypeError):
         sweep = width_sweep(
             _load(options.factory),
             _load(options.data),
@@ -54,8 +54,6 @@ def width_sweep_command(options: argparse.Namespace) -> int:
             tolerance=options.tolerance,
             confidence=options.confidence,
         )
-    except TypeError as error:
-        raise ValueError(str(error)) from error
     if options.json:
         print(sweep.to_json())
     else:
