@@ -20,7 +20,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 from ..analysis.comparison import renamer
@@ -213,6 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     #: Seconds that a request may take to come, and that a page may not read.
     timeout = 10
+    server: Server
     _query: Mapping[str, list[str]]
 
     def do_GET(self) -> None:
@@ -229,14 +230,14 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def handle_one_request(self) -> None:
-        self._gradmon.deadlines[self.connection] = time.monotonic() + self.timeout
+        self.server.deadlines[self.connection] = time.monotonic() + self.timeout
         super().handle_one_request()
 
     def parse_request(self) -> bool:
         try:
             return super().parse_request()
         finally:
-            self._gradmon.deadlines.pop(self.connection, None)
+            self.server.deadlines.pop(self.connection, None)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse what is no request for a page, in the same form, and end the connection."""
@@ -244,29 +245,25 @@ class _Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(OSError):
             self._refuse(HTTPStatus(code), message or HTTPStatus(code).phrase)
 
-    @property
-    def _gradmon(self) -> Server:
-        return cast(Server, self.server)
-
     def _answer(self) -> None:
         asked = urlsplit(self.path)
         self._query = parse_qs(asked.query)
         if self.headers.get("Transfer-Encoding") or self.headers.get("Content-Length", "0").strip() != "0":
             self.close_connection = True  # or what follows would be taken for the next request
             raise _Refused(HTTPStatus.BAD_REQUEST, "a request has no body here")
-        if refusal := self._gradmon.access.refusal(self.headers, self._query):
+        if refusal := self.server.access.refusal(self.headers, self._query):
             raise _Refused(*refusal)
         routes: dict[str, Callable[[], tuple[str, str]]] = {
-            "/": lambda: (_page("runs.html.j2", "runs.js", root=os.fspath(self._gradmon.root)), _HTML),
+            "/": lambda: (_page("runs.html.j2", "runs.js", root=os.fspath(self.server.root)), _HTML),
             "/run": lambda: (one_run(*self._run("name")), _HTML),
             "/both": self._both,
             "/content.json": self._content,
-            "/runs.json": lambda: (json.dumps([card.to_dict() for card in self._gradmon.board.cards()]), _JSON),
+            "/runs.json": lambda: (json.dumps([card.to_dict() for card in self.server.board.cards()]), _JSON),
         }
         if asked.path == "/events":
             self._events()
         elif asked.path in routes:
-            with self._gradmon.making if asked.path in _READING else contextlib.nullcontext():
+            with self.server.making if asked.path in _READING else contextlib.nullcontext():
                 made = routes[asked.path]()
             self._send(*made)
         else:
@@ -274,7 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _run(self, key: str) -> tuple[Path, str]:
         name = (self._query.get(key) or [""])[0]
-        path = self._gradmon.board.path(name)
+        path = self.server.board.path(name)
         if path is None:
             raise _Refused(HTTPStatus.NOT_FOUND, "there is no such run")
         return path, name
@@ -292,12 +289,12 @@ class _Handler(BaseHTTPRequestHandler):
         return as_json(content), _JSON
 
     def _events(self) -> None:
-        board = self._gradmon.board
+        board = self.server.board
         events = of_run(board, self._run("run")[1]) if "run" in self._query else of_all(board)
         self.send_response(HTTPStatus.OK)
         self._send_headers("text/event-stream", None)
         for line in written(events if self.command != "HEAD" else iter(())):
-            if self._gradmon.is_closing:
+            if self.server.is_closing:
                 return
             self.wfile.write(line)
             self.wfile.flush()
