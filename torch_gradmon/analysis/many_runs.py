@@ -107,7 +107,9 @@ class RunCard:
         if len(loss):
             self.loss = loss.finite.part(1 - _NOW, 1).median if math.isfinite(loss.values[-1]) else loss.values[-1]
         self.first_loss = loss.values[0] if len(loss) else None
-        self.losses = _thinned(loss, points)  # step and loss, thinned out, for a small chart
+        # step and loss for a small chart: evenly chosen ones with both ends; NaN and infinities are kept where they are
+        places = sorted({*range(0, len(loss), max(1, math.ceil(len(loss) / points))), *range(len(loss))[-1:]})
+        self.losses = [(loss.steps[place], float(f"{loss.values[place]:.4g}")) for place in places]
 
     @property
     def is_of_network(self) -> bool:
@@ -147,13 +149,6 @@ def _series(run: RunReader, key: Key | None) -> Series:
 def _metric(run: RunReader, name: str) -> Series:
     logged = _series(run, Key("", name, ""))  # whose name may look like a key
     return logged if len(logged) else _series(run, parse_key(name))
-
-
-def _thinned(series: Series, points: int) -> list[tuple[int, float]]:
-    """Evenly chosen values with both ends; NaN and infinities are kept where they are."""
-    every = max(1, math.ceil(len(series) / points))
-    places = sorted({*range(0, len(series), every), *range(max(len(series) - 1, 0), len(series))})
-    return [(series.steps[place], float(f"{series.values[place]:.4g}")) for place in places]
 
 
 # --- How a run is, and what to do next ---

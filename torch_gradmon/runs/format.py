@@ -80,13 +80,6 @@ def is_run(names: Iterable[str]) -> bool:
     return any(map(_NAME.fullmatch, names))
 
 
-def has_run(directory: Path) -> bool:
-    try:
-        return bool(pairs_in(directory))
-    except OSError:
-        return False
-
-
 def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
     """What distinguishes the run in ``path`` from another that takes its place. Raises FileNotFoundError if there is none."""
     directory = directory_of(path)

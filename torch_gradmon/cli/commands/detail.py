@@ -12,7 +12,7 @@ from typing import Any
 from ...core.formatting import printable
 from ...runs import detail_request
 from ...runs.detail_request import DetailRequest, request_text
-from ...runs.format import directory_of, has_run
+from ...runs.format import directory_of, is_run
 from ...runs.liveness import run_status
 from .common import UsageError, wrong_request
 
@@ -100,7 +100,8 @@ def _change(options: argparse.Namespace) -> DetailRequest:
 def _directory(path: str) -> Path:
     directory = directory_of(path)
     first = directory / "rank0"
-    if not has_run(directory) and has_run(first):
+    has_run, has_ranks = (is_run(path.name for path in each.glob("*")) for each in (directory, first))
+    if has_ranks and not has_run:
         raise UsageError(f"in {path!r} each rank has its own run directory, and the first rank decides: name {str(first)!r}")
     return directory
 
