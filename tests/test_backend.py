@@ -8,7 +8,8 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,50 @@ class TestCompiled:
     def test_the_totals_of_what_is_empty_are_those_of_nothing(self, fused: CppStatistics) -> None:
         _, total = fused.at_once([torch.empty(0), torch.empty(0, 3)], DEFAULT_EPS) or pytest.fail("all of them can be read")
         assert total == identity(1)[0].tolist()
+
+    def test_tensors_like_those_of_the_last_calls_are_read_anew(self, fused: CppStatistics) -> None:
+        """Whatever was done to a tensor that the guards have seen: none is taken for known, nor kept."""
+
+        class Own(Tensor):
+            pass
+
+        changes: list[Callable[[Tensor], object]] = [
+            lambda x: None,
+            lambda x: x.mul_(2),
+            lambda x: x.t_(),
+            lambda x: setattr(x, "data", torch.randn(8, 8)),
+            lambda x: setattr(x, "data", torch.randn(4, 16)),
+            lambda x: setattr(x, "data", x.data[0].expand(8, 8)),
+            lambda x: setattr(x, "data", x.data.view(torch.bfloat16)[:, :8].contiguous()),
+            lambda x: setattr(x, "data", torch._neg_view(x.data)),
+            lambda x: setattr(x, "data", x.data.double()),
+            lambda x: setattr(x, "__class__", Own),
+            lambda x: x.requires_grad_(),
+        ]
+        for number, change in enumerate(changes):
+            tensors = [torch.randn(8, 8) for _ in range(3)]
+            for _ in range(3):
+                assert fused.at_once(tensors, DEFAULT_EPS, use=f"change {number}") is not None
+            assert fused._known[f"change {number}"][1] == 3
+            kept = weakref.ref(tensors[0])
+            change(tensors[1])
+            found, expected = fused.at_once(tensors, DEFAULT_EPS, use=f"change {number}"), fused.at_once(tensors, DEFAULT_EPS)
+            assert (found is None) == (expected is None)
+            if found is not None and expected is not None:
+                assert torch.equal(found[0], expected[0])
+            del tensors
+            assert kept() is None
+        same = torch.randn(3)
+        for _ in range(4):  # of the guards' own, the same tensor twice is none that they know
+            assert (fused.at_once([same, same], DEFAULT_EPS, use="twice") or pytest.fail("it can be read"))[1] is not None
+        assert fused._known["twice"][1:] == (-1, None)
+
+    def test_a_transform_is_no_place_to_read_what_was_read_before(self, fused: CppStatistics) -> None:
+        x, inside = [torch.randn(8, 8)], list[object]()
+        for _ in range(3):
+            assert fused.at_once(x, DEFAULT_EPS, use="outside") is not None
+        torch.func.vmap(lambda y: (inside.append(fused.at_once(x, DEFAULT_EPS, use="outside")), y)[1])(torch.ones(2))
+        assert inside == [None]
 
     @pytest.mark.parametrize("dtype", NARROW, ids=str)
     def test_inner_products(self, fused: CppStatistics, dtype: torch.dtype) -> None:

@@ -262,7 +262,7 @@ class Measurer:
         ):  # a plain one is its own part
             others = None if second is None else [second[position] for position in tensors]
             with contextlib.suppress(Exception):  # what is called then fails too, and says so
-                found = kernel.at_once(values, self.statistics.eps, wanted.inverse_scale, others)
+                found = kernel.at_once(values, self.statistics.eps, wanted.inverse_scale, others, plan.source)
         for positions, rows, *totals in self._measured_apart(wanted, tensors) if found is None else [(list(tensors), *found)]:
             names = plan.names if len(positions) == len(plan.names) else plan.names_at(positions)
             if wanted.merging:
