@@ -15,6 +15,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 import torch_gradmon as gradmon
 from torch_gradmon.capture import module_source
 from torch_gradmon.core import torch_modes
+from torch_gradmon.step import exchange
 
 
 def test_groups_of_fsdp2_by_the_names_of_each_release() -> None:
@@ -34,7 +35,7 @@ def test_elsewhere_it_is_what_torch_says() -> None:
     assert torch_modes.is_exporting() is torch.compiler.is_exporting() is False
 
 
-@pytest.mark.parametrize("connect", [torch_modes.second_connection, torch_modes.connected_again])
+@pytest.mark.parametrize("connect", [exchange.second_connection, exchange.connected_again])
 def test_a_second_connection_is_to_the_same_keys_and_not_to_those_of_another_world(
     connect: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +51,7 @@ def test_a_second_connection_is_to_the_same_keys_and_not_to_those_of_another_wor
 
 def test_no_second_connection_to_a_store_of_another_kind() -> None:
     with pytest.raises(ValueError, match="a HashStore cannot be connected to again"):
-        torch_modes.connected_again(PrefixStore("default_pg", HashStore()))
+        exchange.connected_again(PrefixStore("default_pg", HashStore()))
 
 
 class Part(nn.Sequential):  # the compiler of 2.7 skips the forward of torch's own class

@@ -9,10 +9,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, MutableSet, Sequence
 from contextlib import nullcontext
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +24,7 @@ from ..core import keys as n
 from ..core.fence import Fence
 from ..core.keys import canonical_names
 from ..core.records import Metric
-from ..core.torch_modes import TELLS_EXPORT, is_in_backward, outside_dispatch_modes, running_calls, will_run
+from ..core.torch_modes import TELLS_EXPORT, outside_dispatch_modes, will_run
 from ..step.buffer import StepBuffer
 from ..step.model_index import ModelIndex
 from .compiled import SHARES_GRAPH, CompiledHooks, alike, in_graphs
@@ -680,7 +682,7 @@ class ModuleSource:
         if self._awaited:
             if is_paused:
                 self._drop_interrupted(calls=0)
-            elif not is_in_backward():
+            elif not _is_in_backward():
                 self._awaited.clear()  # what was interrupted meanwhile has measured nothing
         self.hooks.graphs.open(self.passes.is_open and not is_paused)
 
@@ -700,11 +702,11 @@ class ModuleSource:
         of the root that are known to run.
         """
         root = self.hooks.root
-        if (trains := self.passes.root_trains) is not None and (root is None or running_calls(root) <= calls):
+        if (trains := self.passes.root_trains) is not None and (root is None or _running_calls(root) <= calls):
             self._leave_root()  # by what is no Exception, so that no hook has seen the end
             if trains:
                 self._drop(_OF_PASSES, is_alone=not self._has_forward)
-        if not (self._awaited or self._calls.awaited) or is_in_backward():
+        if not (self._awaited or self._calls.awaited) or _is_in_backward():
             return
         if self._awaited:
             self._drop(_OF_PASSES, is_alone=not self._has_backward)
@@ -840,3 +842,28 @@ class ModuleSource:
 def _stays(reference: ReferencePass | None, metrics: Iterable[Metric]) -> bool:
     """Whether the root needs hooks before a step is known to be monitored."""
     return bool(reference) or any(metric.source in n.ATTENTION_SOURCES.values() for metric in metrics)
+
+
+# --- which calls are running ---
+
+
+def _running_calls(module: nn.Module) -> int:
+    """How many calls of ``module`` are running, in all threads. Slow."""
+    return _running(nn.Module._call_impl.__code__, module)
+
+
+def _is_in_backward() -> bool:
+    """Whether a backward pass is running, in any thread. Slow, unless it is in this one."""
+    return torch._C._current_graph_task_id() != -1 or _running(torch.autograd.graph._engine_run_backward.__code__) > 0
+
+
+def _running(code: CodeType, of: object = None) -> int:
+    calls = 0
+    for last in sys._current_frames().values():
+        for frame, _ in traceback.walk_stack(last):
+            if frame.f_code is code:
+                values = frame.f_locals
+                calls += of is None or values.get("self") is of
+                if isinstance(values, dict):
+                    values.clear()  # the snapshot would keep all values alive until the frame ends
+    return calls

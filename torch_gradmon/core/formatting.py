@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import datetime
 from typing import Any
 
 
@@ -110,13 +109,6 @@ def duration(seconds: float) -> str:
     if days or hours:
         return f"{days} d {hour} h" if days else f"{hours} h {minute} min"
     return f"{minutes} min {second} s" if minutes else f"{second} s"
-
-
-def time_span(start: float, end: float) -> str:
-    """The local start and end time, and the duration between them; both times are in seconds since the epoch."""
-    first, last = (datetime.fromtimestamp(time) for time in (start, end))
-    until = last.strftime("%H:%M:%S" if first.date() == last.date() else "%Y-%m-%d %H:%M:%S")
-    return f"{first.strftime('%Y-%m-%d %H:%M:%S')} to {until}, {duration(end - start)}"
 
 
 def step_range(first: int, last: int) -> str:

@@ -544,16 +544,6 @@ class StepRecord(NamedTuple):
 # others; what compares a gradient with the update that it caused reads the second. NaN and Inf count at either.
 
 
-def nonfinite_names(table: StatsTable | None) -> list[str]:
-    """The tensors with NaN or Inf, or whose sum of squares overflows."""
-    if table is None:
-        return []
-    bad = table.rows[:, Column.NONFINITE] > 0
-    if Column.SQUARE_SUM in table.columns:
-        bad |= ~table.rows[:, Column.SQUARE_SUM].isfinite()
-    return [name for name, is_bad in zip(table.names, bad.tolist(), strict=True) if is_bad]
-
-
 def brings_others(before: StatsTable | None, after: StatsTable) -> bool:
     """Whether the optimizer used gradients of tensors for which no backward pass brought any."""
     return before is None or not set(after.names) <= set(before.names)

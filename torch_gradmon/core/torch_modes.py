@@ -9,17 +9,14 @@ import os
 import platform
 import sys
 import threading
-import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any
-from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +26,6 @@ from torch.utils.hooks import RemovableHandle
 
 # --- releases of torch ---
 
-#: How long a second connection to a store is waited for.
-_PATIENCE = timedelta(seconds=20)
 #: Whether ``torch.export`` can be distinguished from ``torch.compile``. In releases before 2.7 it cannot, so no graph gets statistics.
 TELLS_EXPORT = hasattr(torch.compiler, "is_exporting")
 #: Whether a compiled graph writes once where a checkpoint in it writes. Before 2.9 it does again where it recomputes.
@@ -72,30 +67,6 @@ def fsdp_param_groups(state: Any) -> Sequence[Any]:
         return list(groups)
     group = getattr(state, "_fsdp_param_group", None)
     return [] if group is None else [group]
-
-
-def second_connection(store: Any) -> Any:
-    """The default store of ``torch.distributed`` once more, with a connection of its own, so that no thread waits for another one's answer.
-    Raises ValueError or RuntimeError where there can be no second one.
-    """
-    return store.clone() if hasattr(store, "clone") else connected_again(store)
-
-
-def connected_again(store: Any) -> Any:
-    """The same before torch 2.8: below a prefix of its own, which the ranks agree on; those of ``store`` keep other worlds apart, and
-    cannot be read.
-    """
-    kinds: Any = torch.distributed
-    prefix, base = store.compare_set("torch_gradmon/again", "", uuid4().hex).decode(), store
-    while isinstance(base, kinds.PrefixStore):
-        base = base.underlying_store
-    if isinstance(base, kinds.FileStore):
-        return kinds.PrefixStore(prefix, kinds.FileStore(base.path, kinds.get_world_size()))
-    if isinstance(base, kinds.TCPStore):
-        patience = min(base.timeout, _PATIENCE)
-        again = kinds.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False, timeout=patience)
-        return kinds.PrefixStore(prefix, again)
-    raise ValueError(f"a {type(base).__name__} cannot be connected to again")
 
 
 # --- accelerator ---
@@ -322,14 +293,6 @@ def untouched_generators(devices: Iterable[torch.device | None]) -> Iterator[Non
         set_rng_states({device: state for device, state in found.items() if state is not None})
 
 
-def all_in_use() -> list[torch.device]:
-    """All accelerators of the current kind; none if none was used yet."""
-    device = in_use()
-    if device is None:
-        return []
-    return [torch.device(device.type, number) for number in range(functions_of(device).device_count())]
-
-
 # --- pickles and copies without the monitor ---
 
 _ATTRIBUTES = ("gradmon", "__reduce_ex__", "values")
@@ -493,31 +456,6 @@ def _began(number: int) -> str | None:
     except OSError:
         return None
     return "" if state in "ZX" else rest[18]
-
-
-# --- which calls are running ---
-
-
-def running_calls(module: nn.Module) -> int:
-    """How many calls of ``module`` are running, in all threads. Slow."""
-    return _running(nn.Module._call_impl.__code__, module)
-
-
-def is_in_backward() -> bool:
-    """Whether a backward pass is running, in any thread. Slow, unless it is in this one."""
-    return torch._C._current_graph_task_id() != -1 or _running(torch.autograd.graph._engine_run_backward.__code__) > 0
-
-
-def _running(code: CodeType, of: object = None) -> int:
-    calls = 0
-    for last in sys._current_frames().values():
-        for frame, _ in traceback.walk_stack(last):
-            if frame.f_code is code:
-                values = frame.f_locals
-                calls += of is None or values.get("self") is of
-                if isinstance(values, dict):
-                    values.clear()  # the snapshot would keep all values alive until the frame ends
-    return calls
 
 
 # --- the exception with which a training ends ---

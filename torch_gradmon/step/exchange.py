@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from ..core.errors import WarningLog
 from ..core.formatting import listed
 from ..core.keys import PARAMETER_SOURCES, Key
 from ..core.moments import ALL_COLUMNS, Column, identity
-from ..core.torch_modes import HomeProcess, second_connection
+from ..core.torch_modes import HomeProcess
 from ..statistics.request import accumulator_dtype
 from .buffer import SKEW, StepBuffer
 from .model_index import GradientSource, Place
@@ -292,6 +293,30 @@ _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 def named(ranks: Sequence[int]) -> str:
     """``"rank 3"``, or ``"ranks 1, 2, 3 and 4 more"``."""
     return f"rank{'s' * (len(ranks) > 1)} {listed(map(str, ranks), 3)}"
+
+
+def second_connection(store: Any) -> Any:
+    """The default store of ``torch.distributed`` once more, with a connection of its own, so that no thread waits for another one's answer.
+    Raises ValueError or RuntimeError where there can be no second one.
+    """
+    return store.clone() if hasattr(store, "clone") else connected_again(store)
+
+
+def connected_again(store: Any) -> Any:
+    """The same before torch 2.8: below a prefix of its own, which the ranks agree on; those of ``store`` keep other worlds apart, and
+    cannot be read.
+    """
+    kinds: Any = torch.distributed
+    prefix, base = store.compare_set("torch_gradmon/again", "", uuid4().hex).decode(), store
+    while isinstance(base, kinds.PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, kinds.FileStore):
+        return kinds.PrefixStore(prefix, kinds.FileStore(base.path, kinds.get_world_size()))
+    if isinstance(base, kinds.TCPStore):
+        patience = min(base.timeout, timedelta(seconds=PATIENCE))
+        again = kinds.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False, timeout=patience)
+        return kinds.PrefixStore(prefix, again)
+    raise ValueError(f"a {type(base).__name__} cannot be connected to again")
 
 
 def store_of(prefix: str, connected_anew: bool = False) -> Any:

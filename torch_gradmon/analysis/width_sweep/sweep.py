@@ -23,7 +23,7 @@ from ...capture.reference import call_isolated, frozen_copy
 from ...core import validation as check
 from ...core.errors import display, nearest
 from ...core.formatting import ProgressBar
-from ...core.torch_modes import all_in_use, rng_states, set_rng_states, untouched_generators
+from ...core.torch_modes import functions_of, in_use, rng_states, set_rng_states, untouched_generators
 from .result import KEYWORDS, Expected, Layer, LayerTerms, SweepRun, WidthSweep, kind_of, standard, user_expectations
 
 # --- The two terms of the refined coordinate check, and the plain check, in float64 ---
@@ -536,6 +536,14 @@ def _check_real(**values: Any) -> None:
             raise TypeError(f"{name} must be a number, got {display(value)}")
 
 
+def _all_in_use() -> list[torch.device]:
+    """All accelerators of the current kind; none if none was used yet."""
+    device = in_use()
+    if device is None:
+        return []
+    return [torch.device(device.type, number) for number in range(functions_of(device).device_count())]
+
+
 def width_sweep(
     factory: Callable[[int], Any],
     data: Any,
@@ -597,7 +605,7 @@ def width_sweep(
     check_arguments(sizes, numbers, steps, tolerance, confidence)
     recipe = Recipe(factory, data, optimizer, lr, lr_exponent, usual_loss if loss is None else loss, sizes, steps, probe_dtype)
     recipe.check(expected)
-    with torch.random.fork_rng(devices=[]), untouched_generators(all_in_use()):
+    with torch.random.fork_rng(devices=[]), untouched_generators(_all_in_use()):
         layers, trained_by, unmeasured = recipe.try_out(numbers[0])
         aims = expectations(expected, layers, trained_by)
         with ProgressBar(len(sizes) * len(numbers), "width sweep", "run", progress) as bar:

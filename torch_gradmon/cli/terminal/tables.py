@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Literal
 
 from rich.console import Console, RenderableType
@@ -10,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...analysis.many_runs import RunCard, differing
-from ...core.formatting import cut_start, listed, number, percent, time_span
+from ...core.formatting import cut_start, duration, listed, number, percent
 from ...core.keys import Key
 from ...core.records import loss_among
 from ...spikes.signals import counted, largest
@@ -76,6 +77,13 @@ def _title(text: str) -> Text:
     return Text(f"\n{text}", style=_TITLE)
 
 
+def _time_span(start: float, end: float) -> str:
+    """The local start and end time, and the duration between them; both times are in seconds since the epoch."""
+    first, last = (datetime.fromtimestamp(time) for time in (start, end))
+    until = last.strftime("%H:%M:%S" if first.date() == last.date() else "%Y-%m-%d %H:%M:%S")
+    return f"{first.strftime('%Y-%m-%d %H:%M:%S')} to {until}, {duration(end - start)}"
+
+
 def _facts(summary: RunSummary) -> Table:
     overview = summary.overview
     table = Table.grid(padding=(0, 2))
@@ -88,7 +96,7 @@ def _facts(summary: RunSummary) -> Table:
     in_all = "" if overview.steps == count else f" of {count}"
     table.add_row("steps", f"{overview.steps}{in_all} monitored, {overview.first} to {overview.last}")
     if overview.began > 0:
-        table.add_row("time", time_span(overview.began, overview.ended))
+        table.add_row("time", _time_span(overview.began, overview.ended))
     if overview.rates is not None:
         low, high, now = overview.rates
         table.add_row("lr", f"{now:.3g}" if low == high else f"{low:.3g} to {high:.3g}, {now:.3g} at the end")

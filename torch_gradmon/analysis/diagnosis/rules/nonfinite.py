@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ....core import keys as n
 from ....core.loop_mistakes import OF_THE_BATCH
-from ....core.records import Severity, StepRecord, is_loss_of_network, nonfinite_names
+from ....core.moments import Column
+from ....core.records import Severity, StatsTable, StepRecord, is_loss_of_network
 from ....spikes.attribution import innermost
 from ..findings import Finding, NotMeasured
 from ..history import History, Precautions
@@ -385,6 +386,16 @@ def check_nonfinite(history: History) -> list[Finding]:
     return [*found, *history.finding(stage.rule, first.origin(stage), evidence, cause, advice, 100.0, "error", span)]
 
 
+def _nonfinite_names(table: StatsTable | None) -> list[str]:
+    """The tensors with NaN or Inf, or whose sum of squares overflows."""
+    if table is None:
+        return []
+    bad = table.rows[:, Column.NONFINITE] > 0
+    if Column.SQUARE_SUM in table.columns:
+        bad |= ~table.rows[:, Column.SQUARE_SUM].isfinite()
+    return [name for name, is_bad in zip(table.names, bad.tolist(), strict=True) if is_bad]
+
+
 class _Step:
     """One step: the first stage with NaN or Inf, None without any, and the names of its tensors that have them."""
 
@@ -395,7 +406,7 @@ class _Step:
         self._finite = [name for name, value in losses.items() if math.isfinite(value)]
         self._bad = [name for name in losses if name not in self._finite]
         self._take_turns = "by_turns" in record.context  # the step has the steps of several of their optimizers
-        names = nonfinite_names(self._tables.get(n.GRADIENT_BEFORE_CLIP, self._tables.get(n.GRADIENT)))
+        names = _nonfinite_names(self._tables.get(n.GRADIENT_BEFORE_CLIP, self._tables.get(n.GRADIENT)))
         # gradients of several of these have NaN or Inf: the others' went through what the first one wrote
         self._spread = len(history.first_to_step(names, record)) < len(names)
         self.places: list[str] = []
@@ -408,12 +419,12 @@ class _Step:
             has_finite_loss = self._spread  # that of the network that had NaN or Inf first
         if not stage.source:
             return has_finite_loss is False
-        self.places = nonfinite_names(self._tables.get(stage.source))
+        self.places = _nonfinite_names(self._tables.get(stage.source))
         if self.places and stage.source == n.ACTIVATION:
             comes_after = self._spread and has_finite_loss
             # harmless if all that follows is finite, as for logits that a mask sets to minus infinity
             later = [self._tables[source] for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT) if source in self._tables]
-            is_spoiled = not later or any(map(nonfinite_names, later)) or not (self._loss is None or math.isfinite(self._loss))
+            is_spoiled = not later or any(map(_nonfinite_names, later)) or not (self._loss is None or math.isfinite(self._loss))
             self.places = innermost(self.places) if is_spoiled and not comes_after else []
         return bool(self.places)
 
@@ -469,10 +480,10 @@ class _Step:
         kind, inputs = self._history.kinds.get(name, ""), self._tables.get(n.INPUT)
         if n.PARAMETER not in self._tables or not _FINITE.fullmatch(kind):
             return None
-        if inputs is not None and name in inputs.names and name not in nonfinite_names(inputs):
+        if inputs is not None and name in inputs.names and name not in _nonfinite_names(inputs):
             return None  # its sums overflow
         outputs = self._tables[n.ACTIVATION]
-        spoiled = {*nonfinite_names(outputs)}
+        spoiled = {*_nonfinite_names(outputs)}
         before = [each for each in outputs.names[: outputs.names.index(name)] if each not in spoiled]
         article = "an" if kind[0] in "AEIU" else "a"
         if not before:  # the first module that is called
