@@ -21,7 +21,7 @@ from ..capture.hooks import Handles, Hook, ModuleHook, WrappedMethod, takes_hook
 from ..core.errors import WarningLog
 from ..core.torch_modes import will_run
 from ..core.validation import inside
-from ..step.model_index import PLAIN_GRADIENTS, Place, parameters_of
+from ..step.model_index import PLAIN_GRADIENTS, ModelIndex, Place, parameters_of
 from ..step.planner import Planner
 from ..step.ranks import is_dtensor
 from .machine import StepsInBackward
@@ -595,6 +595,12 @@ class Ownership:
             if (optimizer := self.references[name]()) is not None:
                 self._sizes += map(len, self._source.groups_of(optimizer))
         return self._sizes != before
+
+    def groups(self, index: ModelIndex) -> list[tuple[str, frozenset[str]]]:
+        """The names of the parameters of each group of all optimizers."""
+        groups = [group for optimizer in self.alive() for group in index.source.groups_of(optimizer)]
+        members = index.groups or [frozenset(index.names[p] for p in index.positions(group)) for group in groups]
+        return [(f"group_{number}", names) for number, names in enumerate(members)]
 
     def shares(self) -> list[tuple[Hashable | None, Optimizer | None, list[int]]]:
         """The positions of each optimizer that exists; under None those that no optimizer has."""

@@ -42,7 +42,6 @@ class StepProgram:
 
     Attributes:
         left: the number of idle steps that are left.
-        is_behind: idle steps were counted, or will be, of which the audit does not know yet.
         is_ready: the events of usual steps may come here.
         depth: how many calls of each optimizer's step are running, by its id.
     """
@@ -54,24 +53,23 @@ class StepProgram:
         self._captures_graph, self._watchers = capture_check(), self._plugins.watchers
         self._audit, self._detail = self._plugins.built_in.audit, self._plugins.built_in.detail
         self.depth: dict[int, int] = {}
-        self.left = self._missed = self._forwards = self._thread = 0
-        # calls of the model since the last followed step of an optimizer, and the most between two
-        self._followed = self._most = 0
+        self.left = self._thread = 0
+        self._last_followed: int | None = None  # the number of the last step before a stretch
         self._due = self._spent = 0.0
-        self.is_behind, self.is_ready, self._until_ready = False, False, AFTER
+        self.is_ready, self._until_ready = False, AFTER
         self._optimizer, self._key = weakref.ref(optimizer), id(optimizer)
 
     def wake(self) -> None:
         """What is measured may have changed, or which steps are monitored."""
         self.is_ready = False
-        if self.is_behind:  # the audit knows at once what it has missed
-            self.stop()
-            self.catch_up()
+        self.stop()
 
     # --- idle steps --------------------------------------------------------------------------------------------------------------
 
     def begin(self, steps: int) -> None:
-        self.left, self._thread, self._due, self.is_behind = steps, get_ident(), perf_counter() + LONGEST, True
+        self.left, self._thread, self._due = steps, get_ident(), perf_counter() + LONGEST
+        self._last_followed = self._state.step
+        self._audit.count_only(steps)
 
     def stop(self) -> None:
         if self.left:
@@ -79,28 +77,14 @@ class StepProgram:
             self._leave()
 
     def _leave(self) -> None:
-        if self._forwards and self._state.is_open:
-            self._state.patterns.called_in_training = True
-        if (self._missed or self._forwards) and self._state.step is not None:
+        if self._state.step is not None and self._state.step != self._last_followed:
             self._lifecycle.active = ActiveStep(self._state.step)
-            if not self._state.is_open:
+            if self._state.is_open:
+                self._state.patterns.called_in_training = True
+            else:
                 self._state.leave_idle(self._key)
         self.fence.seconds += self._spent
         self._spent = 0.0
-
-    def catch_up(self) -> None:
-        missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
-        self.is_behind = self.left > 0
-        if missed:
-            self._plugins.tell("audit", "on_missed", missed)
-        self._followed += forwards
-        for _ in range(forwards):
-            self._plugins.tell("audit", "on_forward")
-
-    def forward_followed(self) -> None:
-        if self.is_behind:
-            self.catch_up()
-        self._followed += 1
 
     # their code and data have left the cache since the last step, so each call and each object counts. Each returns whether that is all,
     # else the loop is followed again
@@ -111,7 +95,7 @@ class StepProgram:
         if _interpreter() is not None or _tracing_state() is not None:
             return True  # a transform, or a trace
         began, state = perf_counter(), self._state
-        is_usual = self._forwards < self._most  # else another optimizer may step now
+        is_usual = self._audit.forwards < self._audit.most_forwards  # else another optimizer may step now
         is_odd = not is_usual or not module.training or get_ident() != self._thread
         is_odd = is_odd or (self._captures_graph is not None and self._captures_graph())
         is_odd = is_odd or self._detail.watches_idle_steps or (len(self._watchers) > 0 and any(map(WATCHES, self._watchers)))
@@ -120,7 +104,7 @@ class StepProgram:
             return False
         if not state.is_open:
             state.open_idle()
-        self._forwards += 1
+        self._audit.forwards += 1
         self._spent += perf_counter() - began
         return True
 
@@ -145,8 +129,8 @@ class StepProgram:
         state.close_idle(key)
         if self._values.tags:
             self._values.tags = {}
-        self.depth[key] = self._forwards = 0
-        self._missed += 1
+        self.depth[key] = self._audit.forwards = 0
+        self._audit.left -= 1
         ended = perf_counter()
         self._spent += ended - began
         self.left -= 1
@@ -161,7 +145,7 @@ class StepProgram:
         """A step was followed to its end. It may have been the last one that differs from others: until something wakes, the loop is
         neither paused nor by hand, and its optimizers step in one order.
         """
-        self._most, self._followed, state = max(self._most, self._followed), 0, self._state
+        state = self._state
         self._until_ready -= 1
         is_plain = state.is_plain and state.in_backward.is_settled and self._until_ready <= 0 and not state.patterns.is_first
         self.is_ready = is_plain and not self._loop.optimizer_hooks.is_odd and self._planner.source is PLAIN_GRADIENTS
@@ -183,9 +167,6 @@ class StepProgram:
             self.depth.clear()
         if hooks.may_skip and not state.is_open:
             self._plugins.tell("policy", "before_forward", module)
-        if self.is_behind:
-            self.catch_up()
-        self._followed += 1
         if self._audit.left and self._audit.forwards < self._audit.most_forwards:
             self._audit.forwards += 1
         else:
@@ -236,8 +217,6 @@ class StepProgram:
         if not is_usual or active is None or active.buffer is None:
             return loop.optimizer_hooks.step_began(optimizer, args, kwargs)
         self.depth[key] = 1
-        if self.is_behind:
-            self.catch_up()
         loop.scaler_hooks.step_began(optimizer, takes_values=True)
         if not self._audit.left or self._plugins.listening["on_optimizer_step"]:
             self._plugins.call("on_optimizer_step", optimizer, False)
@@ -278,7 +257,6 @@ class StepProgram:
             hooks.step_ended(optimizer)
             return
         self.depth[key] = 0
-        self._most, self._followed = max(self._most, self._followed), 0
         if self._audit.left and self._audit.forwards:
             self._audit.left, self._audit.forwards = self._audit.left - 1, 0
         else:

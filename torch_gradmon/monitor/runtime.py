@@ -199,7 +199,6 @@ class FollowedLoop:
     def forward_began(self, in_eval: bool, in_closure: bool, counts: bool) -> None:
         """The model is called in training, perhaps in evaluation mode. ``counts``: no other hook reports this call."""
         self.fence.is_captured = False
-        self.program.forward_followed()
         if counts:
             self._plugins.call_one(self._audit, self._audit.on_forward)
         self.machine.forward_began(in_eval, in_closure)
@@ -257,8 +256,6 @@ class FollowedLoop:
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
         """The optimizer is about to step, or to call its closure; whether it must change nothing. ``within`` a backward pass."""
         self.fence.is_captured = False
-        if self.program.is_behind:
-            self.program.catch_up()
         if within:
             self.backward_hooks.optimizer_steps(optimizer)
         self.scaler_hooks.step_began(optimizer, takes_values=not self.state.is_open or self.lifecycle.has_values)

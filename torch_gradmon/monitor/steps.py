@@ -353,11 +353,10 @@ class StepLifecycle:
 
     def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
         """Begin ``step``; ``is_tentative``: a call in evaluation mode opens it; ``hides_forward``: no hook saw its forward."""
-        if self.loop is not None and self.loop.program.is_behind:
+        if self.loop is not None and self.loop.program.left:
             self.loop.program.wake()
         active = self.active = ActiveStep(step, self.state.stride)
-        passes = self.captures.passes
-        active.mode = self.mode_of(step)
+        passes, active.mode = self.captures.passes, self.mode_of(step)
         is_idle = active.mode is IDLE
         self.values.begin_tags(is_kept=not is_idle)
         if self.plugins.listening["on_step_open"] and (not is_idle or self.plugins.watch_idle_steps):
@@ -441,12 +440,11 @@ class StepLifecycle:
         if loop is not None and is_over and (len(loop.ownership.order) > 1 or loop.backward_hooks.awaited):
             loop.leave_unused(active.buffer)
         self.pipeline.last = None
-        is_idle = active.mode is IDLE
-        is_watched = not is_idle or self.plugins.watch_idle_steps
+        is_watched = active.mode is not IDLE or self.plugins.watch_idle_steps
         try:
             try:
                 if is_watched and self.plugins.listening["on_step_closing"]:
-                    self.plugins.call("on_step_closing", active, is_idle=is_idle)
+                    self.plugins.call("on_step_closing", active, is_idle=active.mode is IDLE)
             finally:  # where warnings are errors
                 if active.mode is Mode.MONITORED and active.buffer is not None:
                     self.pipeline.waiting.append(pending := self._pending(active, tags))
@@ -457,7 +455,7 @@ class StepLifecycle:
         finally:  # ranks change together, whatever failed on one of them
             # a series of refused steps makes a plugin do so
             if self.plugins.listening["on_step_closed"] and (is_watched or self.plugins.watch_idle_steps):
-                self.plugins.call("on_step_closed", active, is_idle=is_idle)
+                self.plugins.call("on_step_closed", active, is_idle=active.mode is IDLE)
         if tags is None:
             self.prepare_next(may_rest=not (is_watched or self.pipeline.waiting))
 
@@ -501,10 +499,9 @@ class StepLifecycle:
         readback = PendingReadback(buffer)
         if self.plugins.listening["annotate"]:
             self.plugins.call("annotate", active)
-        groups = self.groups() if self.factory.layers.choice == "blocks" else []
-        return PendingStep(
-            readback, active, inventory, evaluate, groups, found, self.fence.cost(), self._ranks, attached=self.loop is not None
-        )
+        groups = self.loop.ownership.groups(inventory) if self.loop is not None and self.factory.layers.choice == "blocks" else []
+        cost, attached = self.fence.cost(), self.loop is not None
+        return PendingStep(readback, active, inventory, evaluate, groups, found, cost, self._ranks, attached)
 
     # --- parts of a step that may be steps of their own ------------------------------------------------------------------------
 
@@ -686,11 +683,3 @@ class StepLifecycle:
         if self.loop is not None:
             self.loop.backward_hooks.uninstall()
         self.is_bare = self.captures.modules is None or not self.captures.modules.hooks.measures
-
-    def groups(self) -> list[tuple[str, frozenset[str]]]:
-        index = self.planner.inventory
-        if self.loop is None or index is None:
-            return []
-        groups = [group for optimizer in self.loop.ownership.alive() for group in index.source.groups_of(optimizer)]
-        members = index.groups or [frozenset(index.names[p] for p in index.positions(group)) for group in groups]
-        return [(f"group_{number}", names) for number, names in enumerate(members)]

@@ -332,9 +332,13 @@ class LoopAudit(Check):
             return 0
         return max(0, min(self._rest.left, ownership.next_step - self._steps) - 1)
 
-    def on_missed(self, steps: int = 0) -> None:
-        """``steps`` were missed, and those that were only counted. From now on all have to be seen."""
-        missed, self._unseen, self.left = steps + self._unseen - self.left, 0, 0
+    def count_only(self, steps: int) -> None:
+        """So many of the next steps need not be seen: who sees them counts ``left`` and ``forwards``, or calls as ever."""
+        self._unseen = self.left = steps
+
+    def on_missed(self) -> None:
+        """Some steps may only have been counted. From now on all have to be seen."""
+        missed, self._unseen, self.left = self._unseen - self.left, 0, 0
         self._steps += missed
         self._rest.clean += missed
 
@@ -478,7 +482,7 @@ class LoopAudit(Check):
         if not self._is_current and (probed.writes.needs_values or no_forward):
             self._register()
         if may_count and self._rest.is_on and is_clean and probed.probe is not None and probed.probe.has_fired:
-            self._unseen = self.left = self.may_miss
+            self.count_only(self.may_miss)
 
     def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:
         self._clock += 1
