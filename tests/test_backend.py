@@ -189,6 +189,10 @@ class TestCompiled:
         for _ in range(4):  # of the guards' own, the same tensor twice is none that they know
             assert (fused.at_once([same, same], DEFAULT_EPS, use="twice") or pytest.fail("it can be read"))[1] is not None
         assert fused._known["twice"][1:] == (-1, None)
+        for _ in range(4):  # nor does one without elements, which has no address, make all of them unknown
+            assert fused.at_once([same, torch.empty(0), torch.ones(2)], DEFAULT_EPS, use="empty") is not None
+        assert fused._known["empty"][1] == 3
+        assert fused.at_once([], DEFAULT_EPS) is not None
 
     def test_a_transform_is_no_place_to_read_what_was_read_before(self, fused: CppStatistics) -> None:
         x, inside = [torch.randn(8, 8)], list[object]()

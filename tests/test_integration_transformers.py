@@ -228,6 +228,18 @@ def test_the_gradient_norm_of_every_parameter_in_one_line(tmp_path: Path) -> Non
 # --- the Trainer's own log line ----------------------------------------------------------------------------------------------
 
 
+def test_what_a_subclass_does_at_the_end_is_done_then(tmp_path: Path) -> None:
+    ended = []
+
+    class Own(GradmonCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            ended.append(state.global_step)
+            super().on_train_end(args, state, control, **more)
+
+    trainer(tmp_path, Own()).train()
+    assert ended == [STEPS]
+
+
 def test_whole_model_values_join_the_line_with_the_loss_and_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 3, "max_steps": 8}
 

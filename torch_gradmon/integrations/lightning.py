@@ -236,7 +236,9 @@ class GradmonCallback(HasMonitor, Callback):
         if self._adapter.schedulers is not None:
             self._adapter.end()
 
-    on_exception = on_train_end  # type: ignore[assignment]  # it takes any arguments
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """The same, when training is interrupted."""
+        self.on_train_end()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the monitor and of the epoch, as plain numbers and lists."""

@@ -107,7 +107,7 @@ class GradmonCallback(HasMonitor, trainer_callback.TrainerCallback, trainer_call
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, lr_scheduler: Any = None, **_: Any
     ) -> None:
         """Attach."""
-        self.on_train_end()  # of an interrupted training
+        self._detach()  # of an interrupted training
         # without this entry, as in a checkpoint made without this callback, the Trainer fails at its next checkpoint
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if is_disabled():
@@ -163,12 +163,9 @@ class GradmonCallback(HasMonitor, trainer_callback.TrainerCallback, trainer_call
                 state.log_history[-1].update(self._line_values)
             self._line_values, self._line = {}, self.monitor.current_step or 0
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Detach."""
-        if self._losses is not None:
-            self._losses.remove()
-            self._losses = None
-        self._adapter.end()
+        self._detach()
 
     def state(self) -> dict[str, Any]:
         """For ``trainer_state.json``: the arguments that JSON can hold, and the state of the monitor."""
@@ -215,6 +212,12 @@ class GradmonCallback(HasMonitor, trainer_callback.TrainerCallback, trainer_call
     def _collect(self, values: dict[str, float], step: int) -> None:
         if step > self._line:
             self._line_values.update({key: value for key, value in values.items() if self._logged.search(key)})
+
+    def _detach(self) -> None:
+        if self._losses is not None:
+            self._losses.remove()
+            self._losses = None
+        self._adapter.end()
 
     def _reporters(self, args: Any, state: Any) -> Iterator[Any]:
         """A sink for each reporter, on the first rank only; reporters have opened their runs before this callback."""

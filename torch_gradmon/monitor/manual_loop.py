@@ -197,8 +197,10 @@ class GradientClip(ManualLoop):
 
     def _names(self) -> list[str]:
         """The canonical name of each parameter, or ``parameters[index]`` outside the watched model."""
-        inventory = self.runtime.planner.now()
-        places = {} if inventory is None else inventory.places()
+        planner = self.runtime.planner
+        if planner.inventory is not None and not planner.inventory.is_current():
+            planner.refresh()
+        inventory, places = planner.inventory, self._places()
         return [
             inventory.names[places[id(p)]] if inventory is not None and id(p) in places else f"parameters[{index}]"
             for index, p in enumerate(self._parameters)

@@ -11,7 +11,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import chain, compress
+from itertools import chain, compress, cycle
 from operator import not_
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +77,10 @@ class CppStatistics(EagerStatistics):
         """
         number, every = len(tensors), tensors if minus is None else [*tensors, *minus]
         last, count, guards = self._known.get(use) or _UNKNOWN
-        if count == len(every) and guards.check(*every) and all(addresses := [*map(Tensor.data_ptr, every)]):
+        is_known = guards is not None and count == len(every) and guards.check(*every)
+        addresses = [*map(Tensor.data_ptr, every)] if is_known else []
+        # those without elements have none, nor does freed memory
+        if is_known and (all(addresses) or not any(compress(cycle(last[2::4]), map(not_, addresses)))):
             entries = last[:]  # other threads may read them
             entries[0::4] = array("q", addresses[:number])
             if minus is not None:
