@@ -204,12 +204,9 @@ class StepProgram:
         loop, state, key, active = self._loop, self._state, id(optimizer), self._lifecycle.active
         progress, captures, ownership = state.progress, self._lifecycle.captures, loop.ownership
         is_only, is_last = len(ownership.order) == 1, ownership.order[-1] == key
-        is_usual = state.is_open and not (
-            progress.is_attempted or progress.begun or progress.is_tentative or progress.awaits_next
-        )
-        is_usual = is_usual and not (
-            key in progress.times or key in progress.done or progress.raised or key == loop.machine.resting
-        )
+        is_usual = state.is_open and not (progress.is_attempted or progress.begun or progress.is_tentative)
+        is_usual = is_usual and not (progress.awaits_next or progress.raised or key == loop.machine.resting)
+        is_usual = is_usual and not (key in progress.times or key in progress.done)
         enough = (state.patterns.fewest_backwards or 1) if is_only else 1
         is_usual = is_usual and progress.backwards >= enough and _running_task() == -1
         is_usual = is_usual and not (loop.backward_hooks.awaited or self.fence.is_captured or args[1:] or kwargs)
@@ -246,12 +243,8 @@ class StepProgram:
         loop, state, key, active = self._loop, self._state, id(optimizer), self._lifecycle.active
         progress, patterns, hooks, order = state.progress, state.patterns, loop.optimizer_hooks, loop.ownership.order
         is_usual = state.is_open and not progress.is_attempted and len(progress.begun) == 1 and key in progress.begun
-        is_usual = (
-            is_usual
-            and self.depth.get(key) == 1
-            and not (hooks.holds.held or hooks.in_wrapper.get(key))
-            and _running_task() == -1
-        )
+        is_usual = is_usual and self.depth.get(key) == 1 and _running_task() == -1
+        is_usual = is_usual and not (hooks.holds.held or hooks.in_wrapper.get(key))
         is_usual = is_usual and not (patterns.called_in_eval or progress.raised or key in progress.times)
         if not is_usual or active is None or active.buffer is None or getattr(optimizer, "found_inf", None) is not None:
             hooks.step_ended(optimizer)
