@@ -32,6 +32,8 @@ SMALL = "small_1024"
 DEMO_STEPS, DEMO_FIRST = 150, 8
 #: Beyond these the audit of the loop rests in most steps.
 IDLE_FIRST, IDLE_STEPS = 2000, 300
+#: Steps of a loop before its time counts, and those of one block, of which some have updates.
+OWN_FIRST, OWN_STEPS = 350, 20
 
 
 def _model(name: str) -> nn.Module:
@@ -65,6 +67,52 @@ MAKERS: dict[str, Callable[[nn.Module, ExitStack], rivals.Run]] = {
 }
 
 
+class _Small(nn.Module):
+    """A transformer of 148 tensors whose arithmetic takes little: 12 layers of width 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places, self.last = nn.Embedding(13, 8), nn.Embedding(8, 8), nn.LayerNorm(8)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 32, 0.0, batch_first=True) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.tokens(x) + self.places(torch.arange(x.shape[1]))
+        for layer in self.layers:
+            y = layer(y)
+        return self.last(y) @ self.tokens.weight.t()
+
+
+class _Training:
+    """A loop, of 6 tensors or of 148, with a monitor of this ``preset``, or without."""
+
+    def __init__(self, tensors: int, preset: str | None, stack: ExitStack) -> None:
+        torch.manual_seed(0)
+        widths = ((16, 32), (32, 32), (32, 4))
+        layers = [layer for sizes in widths for layer in (nn.Linear(*sizes), nn.ReLU())][:-1]
+        self._model: nn.Module = _Small() if tensors == 148 else nn.Sequential(*layers)
+        assert len(list(self._model.parameters())) == tensors
+        self._x = torch.randint(13, (8, 8)) if tensors == 148 else torch.randn(64, 16)
+        self._y = torch.randint(13, (64,)) if tensors == 148 else torch.randint(4, (64,))
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6)
+        self._monitor = gradmon.watch(self._model, self._optimizer, preset=preset) if preset else None
+        if self._monitor is not None:
+            stack.callback(self._monitor.detach)
+        self.run(OWN_FIRST)
+
+    def run(self, steps: int) -> float:
+        """Seconds of the processor."""
+        start = time.process_time()
+        for _ in range(steps):
+            loss = nn.functional.cross_entropy(self._model(self._x).flatten(0, -2), self._y)
+            self._optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            self._optimizer.step()
+            if self._monitor is not None:
+                self._monitor.log_scalar("loss", loss.detach())
+        return time.process_time() - start
+
+
 class Worker:
     """The contenders of this process, made when they are first asked for, on gradients of their own."""
 
@@ -72,15 +120,18 @@ class Worker:
         self._stack = stack
         self._models: dict[str, tuple[nn.Module, list[Tensor]]] = {}
         self._runs: dict[str, rivals.Run] = {}
+        self._loops: dict[str, list[_Training]] = {}
         self._idle: tuple[nn.Module, torch.optim.Optimizer] | None = None
 
     def answer(self, name: str) -> float:
-        """The figure: a time over the floor, or for ``demo`` a share in percent, for ``idle`` microseconds."""
+        """The figure: a time over the floor, or for ``demo`` a share in percent, for ``idle`` and ``step`` microseconds."""
         if name == "demo":
             return demo_share()
         if name == "idle":
             return self._idle_step()
         of, _, who = name.partition("/")
+        if of == "step":
+            return self._own_time(who)
         if of not in self._models:
             model = _model(of)
             self._models[of] = model, gradients(model)
@@ -90,6 +141,15 @@ class Worker:
             for _ in range(3):
                 self._runs[name]()
         return _over_floor(self._runs[name], tensors)
+
+    def _own_time(self, which: str) -> float:
+        """What a step takes longer with a monitor than without: blocks in turns, the middle ones with it."""
+        if which not in self._loops:
+            tensors, preset = (148, "full") if which == "full" else (int(which), "standard")
+            self._loops[which] = [_Training(tensors, each, self._stack) for each in (None, preset)]
+        plain, watched = self._loops[which]
+        first, *times, last = (loop.run(OWN_STEPS) for loop in (plain, watched, watched, plain))
+        return 1e6 * (sum(times) - first - last) / (2 * OWN_STEPS)
 
     def _idle_step(self) -> float:
         if self._idle is None:

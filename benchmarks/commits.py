@@ -33,15 +33,20 @@ ROUNDS = 21
 SLOW_EVERY = 3
 SLOW = ("wandb_watch", "torch_module_monitor", "demo")
 TITLES = {"gpt2_124m": "GPT-2, 124 million in 148 tensors", SMALL: "1,000 tensors of 1,024"}
-OLD = ("gpt2_124m/eager", "gpt2_124m/compiled", f"{SMALL}/eager", f"{SMALL}/compiled", "demo", "idle")
+STEPS = ("step/6", "step/148", "step/full")
+OLD = ("gpt2_124m/eager", "gpt2_124m/compiled", f"{SMALL}/eager", f"{SMALL}/compiled", "demo", "idle", *STEPS)
 NEW = (
     *(f"{of}/{who}" for of in TITLES for who in ("default", "eager", "torch_module_monitor", "wandb_watch")),
     "demo",
     "idle",
+    *STEPS,
 )
 OTHERS = {
     "demo": "demo with everything on, share of the time in %",
     "idle": "step that is not monitored, 150 parameters, µs",
+    "step/6": "own time of a monitored step, 6 parameters, µs of the processor",
+    "step/148": "the same, 148 small parameters",
+    "step/full": 'the same with `preset="full"`',
     "import": "`import torch_gradmon`, in % of torch's own import",
     "import_watch": "`from torch_gradmon import watch`, in % of torch's own import",
 }
