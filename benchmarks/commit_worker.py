@@ -32,8 +32,8 @@ SMALL = "small_1024"
 DEMO_STEPS, DEMO_FIRST = 150, 8
 #: Beyond these the audit of the loop rests in most steps.
 IDLE_FIRST, IDLE_STEPS = 2000, 300
-#: Steps of a loop before its time counts, and those of one block, of which some have updates.
-OWN_FIRST, OWN_STEPS = 350, 20
+#: Steps of a loop before its time counts, those of one block, one of which has updates, and blocks of each loop in a turn.
+OWN_FIRST, OWN_STEPS, OWN_BLOCKS = 350, 10, 7
 
 
 def _model(name: str) -> nn.Module:
@@ -143,13 +143,16 @@ class Worker:
         return _over_floor(self._runs[name], tensors)
 
     def _own_time(self, which: str) -> float:
-        """What a step takes longer with a monitor than without: blocks in turns, the middle ones with it."""
+        """What a step takes longer with a monitor than without: the median of blocks in turns, the middle ones with it."""
         if which not in self._loops:
             tensors, preset = (148, "full") if which == "full" else (int(which), "standard")
             self._loops[which] = [_Training(tensors, each, self._stack) for each in (None, preset)]
         plain, watched = self._loops[which]
-        first, *times, last = (loop.run(OWN_STEPS) for loop in (plain, watched, watched, plain))
-        return 1e6 * (sum(times) - first - last) / (2 * OWN_STEPS)
+        found = []
+        for _ in range(OWN_BLOCKS):
+            first, *times, last = (loop.run(OWN_STEPS) for loop in (plain, watched, watched, plain))
+            found.append(1e6 * (sum(times) - first - last) / (2 * OWN_STEPS))
+        return statistics.median(found)
 
     def _idle_step(self) -> float:
         if self._idle is None:
