@@ -580,7 +580,6 @@ class Ownership:
     def update(self, planner: Planner) -> set[int]:
         """Find the positions anew; returns those of parameters that several optimizers have."""
         self._source = planner.source
-        self._sizes = []
         self.has_changed()
         owned, self.unowned = planner.positions(self.alive())
         self.owned = dict(owned.items())
@@ -862,8 +861,7 @@ class ModelHooks:
         if self._optimizers.may_skip and module.training and _running_task() == -1 and self._loop.machine.moves_buffers():
             self._loop.lifecycle.plugins.tell("policy", "before_forward", module)
         if self.forward_began(module, by_own_hook) and by_own_hook:
-            captures = self._loop.lifecycle.captures
-            captures.passes.training_began(captures.modules is not None and captures.modules.hooks.on_root)
+            self._loop.lifecycle.captures.training_began()
 
     def forward_began(self, module: nn.Module, counts: bool) -> bool:
         """Report a training forward, and no evaluation or recomputation; whether it is one. ``counts``: nothing else reports it."""

@@ -197,10 +197,8 @@ class GradientClip(ManualLoop):
 
     def _names(self) -> list[str]:
         """The canonical name of each parameter, or ``parameters[index]`` outside the watched model."""
-        planner = self.runtime.planner
-        if planner.inventory is not None and not planner.inventory.is_current():
-            planner.refresh()
-        inventory, places = planner.inventory, self._places()
+        self.runtime.planner.refresh()
+        inventory, places = self.runtime.planner.inventory, self._places()
         return [
             inventory.names[places[id(p)]] if inventory is not None and id(p) in places else f"parameters[{index}]"
             for index, p in enumerate(self._parameters)

@@ -177,8 +177,7 @@ class StepProgram:
             state.open(step, is_tentative=False)
             lifecycle.open(step, is_tentative=False, hides_forward=False)
         patterns.called_in_training = True
-        modules = lifecycle.captures.modules
-        lifecycle.captures.passes.training_began(modules is not None and modules.hooks.on_root)
+        lifecycle.captures.training_began()
 
     def backward_ended(self) -> None:
         """A backward pass is over that is no part of another one."""

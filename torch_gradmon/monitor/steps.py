@@ -148,6 +148,10 @@ class Captures:
             self.modules.pause(is_paused)
         self.passes.is_paused = is_paused
 
+    def training_began(self) -> None:
+        """The root's training forward began; its own hook may have been installed too late to see it."""
+        self.passes.training_began(end_is_seen=self.modules is not None and self.modules.hooks.on_root)
+
 
 # --- Links from modules to their monitor ---
 
@@ -582,8 +586,7 @@ class StepLifecycle:
 
     def prepare(self, active: ActiveStep) -> None:
         planner, captures, is_monitored = self.planner, self.captures, active.mode is Mode.MONITORED
-        if planner.inventory is not None and not planner.inventory.is_current():
-            planner.refresh()
+        planner.refresh()
         if self.loop is not None and self.loop.ownership.has_changed():
             self.installed_for = None
         index = planner.inventory

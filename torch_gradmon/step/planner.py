@@ -139,8 +139,8 @@ class Planner:
         self.version += 1
 
     def refresh(self) -> None:
-        """The model has changed."""
-        if (module := self.module()) is not None and self.inventory is not None:
+        is_current = self.inventory is None or self.inventory.is_current()
+        if not is_current and (module := self.module()) is not None and self.inventory is not None:
             before, self.inventory = self.inventory, self._index_of(module)
             self.inventory.trainable.inherit_from(before.trainable, self.inventory.names)
             self.changed()
