@@ -261,8 +261,10 @@ class Measurer:
             kernel and values and values[0].is_cpu and (wanted.are_parts or not self.ranks.has_parts)
         ):  # a plain one is its own part
             others = None if second is None else [second[position] for position in tensors]
-            with contextlib.suppress(Exception):  # what is called then fails too, and says so
+            try:
                 found = kernel.at_once(values, self.statistics.eps, wanted.inverse_scale, others, plan.source)
+            except Exception:  # what is called then fails too, and says so
+                found = None
         for positions, rows, *totals in self._measured_apart(wanted, tensors) if found is None else [(list(tensors), *found)]:
             names = plan.names if len(positions) == len(plan.names) else plan.names_at(positions)
             if wanted.merging:

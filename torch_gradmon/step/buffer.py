@@ -399,7 +399,7 @@ class StepBuffer:
         """Store statistics ``[len(names), 8]`` of different names, replacing those of the same ones; ``totals``: these merged into one."""
         if not rows.is_cpu:
             self._note_stream(rows.device)
-        if len(names) != len(rows):
+        if len(names) != rows.size(0):
             raise ValueError(f"{len(rows)} rows of {source} for {len(names)} names")
         of = self._sources.setdefault(source, _Source(columns))
         if of.columns is not columns:

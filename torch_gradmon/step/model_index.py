@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import sys
@@ -63,8 +62,10 @@ class Places(list[Place]):
             modules, names = self._modules, self._names
             if positions != self.positions:
                 modules, names = [*map(modules.__getitem__, positions)], [*map(names.__getitem__, positions)]
-            with contextlib.suppress(AttributeError, KeyError):  # a module or a parameter is gone
+            try:
                 found = [*map(getitem, map(_PARAMETERS, map(_CALL, modules)), names)]
+            except (AttributeError, KeyError):  # a module or a parameter is gone
+                found = []
         found = found or [self[position]() for position in positions]
         is_all = all(map(is_not, found, repeat(None)))
         if read is not None:
