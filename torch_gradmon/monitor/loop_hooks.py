@@ -634,19 +634,16 @@ _MOST = 10_000
 
 
 class _PassHook(Hook):
-    """Calls ``method`` with ``position`` in the first hook of each backward pass, which is none of ``tasks`` then, and in all hooks where
-    optimizers may step within.
+    """Calls ``method`` with ``position`` in the first hook of each backward pass, which is not ``quiet`` then, and in all hooks where
+    optimizers may step within. It is called once for each parameter, between kernels of the backward pass that leave nothing in a cache.
     """
 
-    def __init__(self, method: Callable[..., Any], position: int, tasks: set[int], in_backward: StepsInBackward) -> None:
+    def __init__(self, method: Callable[..., Any], position: int, quiet: set[int]) -> None:
         super().__init__(method, position)
-        self._tasks, self._in_backward = tasks, in_backward
+        self._quiet = quiet
 
     def __call__(self, value: Any) -> Any:  # type: ignore[override]
-        if torch.compiler.is_dynamo_compiling():
-            return None
-        within = self._in_backward
-        if _running_task() in self._tasks and within.is_settled and not within.known:
+        if torch.compiler.is_dynamo_compiling() or _running_task() in self._quiet:
             return None
         return super().__call__(value)
 
@@ -701,12 +698,12 @@ class BackwardHooks:
                 self._await_accumulation(position, first)
             else:
                 # removed, one after the accumulation would go on costing as much: a part of it stays in the tensor
-                self._handles.on_gradient(place, _PassHook(self._came, position, self._tasks, self._in_backward))
+                self._handles.on_gradient(place, _PassHook(self._came, position, self._in_backward.quiet))
         self._tensors = [_tensor_in(place) for place in self._places]
 
     def uninstall(self) -> None:
         self._handles.remove()
-        self._tasks.clear()
+        self._forget_passes()
 
     def revive(self, optimizer: Optimizer) -> bool:
         """Register hooks again that no longer fire although their parameters exist. Returns whether there were any.
@@ -731,7 +728,7 @@ class BackwardHooks:
         """Have the accumulation of this gradient reported, before a hook in which an optimizer steps."""
         if position not in self._completing:
             self._completing.add(position)
-            hook = _PassHook(self._accumulated, position, self._tasks, self._in_backward)
+            hook = _PassHook(self._accumulated, position, self._in_backward.quiet)
             self._handles.on_accumulate(self._places[position], hook, first)
 
     # no fence where there is nothing to report
@@ -744,7 +741,7 @@ class BackwardHooks:
         if node is None or will_run(node):
             self.await_end()
         elif len(self._tasks) < _MOST:
-            self._tasks.add(_running_task())
+            self._know(_running_task())
 
     def _expect_step(self, position: int) -> None:
         parameter = self._places[position]()
@@ -784,16 +781,25 @@ class BackwardHooks:
         if task == -1:  # FSDP2 in a pipeline calls the hooks itself, when it reduces gradients after the pass
             return
         if task not in self._tasks:
-            self._tasks.add(task)
+            self._know(task)
             engine = Variable._execution_engine
             # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
             self.awaited.add(task)
             engine.queue_callback(functools.partial(engine.queue_callback, functools.partial(self._ended, task)))
 
+    def _know(self, task: int) -> None:
+        self._tasks.add(task)
+        if self._in_backward.is_settled and not self._in_backward.known:
+            self._in_backward.quiet.add(task)
+
+    def _forget_passes(self) -> None:
+        self._tasks.clear()
+        self._in_backward.quiet.clear()
+
     def _ended(self, task: int) -> None:
         self.awaited.discard(task)
         if len(self._tasks) > _MOST:
-            self._tasks.clear()
+            self._forget_passes()
         if not self._optimizers.in_closure and (self._program.depth or self._optimizers.holds.held):
             self._optimizers.heal()
         self._is_over = True

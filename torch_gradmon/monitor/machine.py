@@ -42,6 +42,7 @@ class StepsInBackward:
     known: set[Hashable] = field(default_factory=set)
     outside: set[Hashable] = field(default_factory=set)  # those that do not
     is_settled: bool = False  # a whole step has been seen, so that ``known`` is complete
+    quiet: set[int] = field(default_factory=set)  # backward passes that have begun, and in which no optimizer steps
 
 
 @dataclass(slots=True)
@@ -594,6 +595,7 @@ class StepMachine(StepCycle):
         here, elsewhere = state.in_backward.outside, state.in_backward.known
         if within:
             here, elsewhere, state.in_backward.any_now = elsewhere, here, True
+            state.in_backward.quiet.clear()
         here.add(optimizer)
         elsewhere.discard(optimizer)
         if not has_closure and not within and not state.is_open and self._steps_late(optimizer):
