@@ -72,6 +72,7 @@ class Acting:
         self._next = self._fresh = 0  # the place of the next row, and how many came since the last step
         self._sums = [0.0] * 5
         self._steps = self._through = self._opposed = 0
+        self._passed = -1  # the last step in which another model was trained through this one
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -110,15 +111,17 @@ class Acting:
         if output.grad_fn is not None:
             notes_of(output.grad_fn)[OUTPUT] = weakref.ref(self)
 
-    def pass_through(self, data: Tensor) -> bool:
-        """Whether the first input of a step comes from another model that is trained through this one, and not only from other tensors
-        with a gradient, as adversarial ones do.
+    def passes_through(self, data: Tensor, step: int, root: nn.Module | None) -> bool:
+        """Whether this input of ``step`` comes from another model than ``root``, which is trained through this one, and not only from other
+        tensors with a gradient, as adversarial ones do.
         """
         nodes = list(nodes_of([data], OUTPUT))
-        makers = [maker for node in nodes if (maker := notes_of(node).get(OUTPUT, _nobody)()) is not None]
-        if not makers and not any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes):
+        makers = [maker for node in nodes if (maker := notes_of(node).get(OUTPUT, _nobody)()) is not None and maker is not self]
+        own = set() if root is None else set(map(id, root.parameters()))
+        variables = [variable for node in nodes if isinstance(variable := getattr(node, "variable", None), nn.Parameter)]
+        if not makers and own.issuperset(map(id, variables)):
             return False
-        self._through += 1
+        self._through, self._passed = self._through + (step != self._passed), step
         for maker in makers if self._has_opponent else ():
             maker.meet_opponent()
         self._judge()
@@ -578,6 +581,10 @@ class DataCheck(Check):
         if self._look is None or self._look.step != step:
             self.context.call(self._began, module, step, args, kwargs)
         if (look := self._look) is not None:
+            if (
+                self._has_root and look.calls
+            ):  # a later call of the step, as that on a generator's samples behind one on true ones
+                self.context.call(self._passes_through, batch_tensors(args, kwargs), step)
             calls = look.of(module)
             calls.in_training |= module.training
             if not self._has_root and f"fingerprint{(name := self._parts[id(module)].name)}" not in look.found:
@@ -589,7 +596,7 @@ class DataCheck(Check):
         if not self._has_root:
             return
         tensors = batch_tensors(args, kwargs)
-        if tensors and tensors[0].grad_fn is not None and self._acting.pass_through(tensors[0]):
+        if self._passes_through(tensors, step):
             self._look = None
             return
         self._look.take_batch(tensors, args, kwargs, "")
@@ -600,6 +607,11 @@ class DataCheck(Check):
             if (shares := shares_of(module, kwargs)) is not None:
                 self._look.found["arguments"] = shares
             self._look.tokens = tokens_of(module, args, kwargs)
+
+    def _passes_through(self, tensors: Sequence[Tensor], step: int) -> bool:
+        root = None if self._root is None else self._root()
+        is_made = len(tensors) > 0 and tensors[0].grad_fn is not None
+        return is_made and self._acting.passes_through(tensors[0], step, root)
 
     def _part_called(self, look: _Look, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What goes into one part of several is a batch unless another part or a parameter gave it."""
