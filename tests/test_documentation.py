@@ -19,7 +19,7 @@ import torch
 import torch_gradmon as gradmon
 from examples.plugins.headroom import Headroom
 from torch_gradmon.core import formatting
-from torch_gradmon.sinks.filtered_sink import LARGEST
+from torch_gradmon.sinks.delivery import LARGEST
 from torch_gradmon.sinks.wandb import AXIS
 from torch_gradmon.step import summary
 from torch_gradmon.step.planner import PRESETS

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.sinks.filtered_sink import adapted
+from torch_gradmon.sinks.adapters import adapted
 from torch_gradmon.spikes import SpikeDetector, Threshold
 
 from . import trainer_oracle as oracle

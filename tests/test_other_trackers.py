@@ -24,7 +24,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor
 from torch_gradmon.sinks import MlflowSink
-from torch_gradmon.sinks.delivery import KeyRewriter
+from torch_gradmon.sinks.trackio import KeyRewriter
 from torch_gradmon.sinks.wandb import AXIS
 
 from . import forked

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis
     from ..core.loop_mistakes import LoopFinding
     from ..plugins.clipping import AdaptiveClip
-    from ..sinks.filtered_sink import FilteredSink
+    from ..sinks.delivery import FilteredSink
     from .manual_loop import ManualLoop
 
 
@@ -67,11 +67,11 @@ def _made(target: LogTarget, is_muted: bool) -> list[Any]:
     """The sinks for ``target``, checked; none for a tracker's name on a rank that sends nothing, which need not have a run of it."""
     if is_disabled() or (is_muted and isinstance(target, str)):
         return []
-    from ..sinks.filtered_sink import adapted, sender
+    from ..sinks import adapters, delivery
 
-    made = adapted(target)
+    made = adapters.adapted(target)
     for each in made:
-        sender(each)
+        delivery.sender(each)
     return made
 
 
@@ -993,8 +993,7 @@ class ModuleMonitor:
         thread: bool = False,
         on_all_ranks: bool = False,
     ) -> Handle:
-        from ..sinks.filtered_sink import FilteredSink, logged_anyhow, name_of
-        from ..sinks.wandb import WandbSink
+        from ..sinks import adapters, delivery, wandb
 
         if isinstance(given, str) and sinks:  # its run of now is what two monitors share, and not the name
             given = getattr(sinks[0], "run", sinks[0])
@@ -1002,16 +1001,17 @@ class ModuleMonitor:
         place, runtime = pipeline.directory.path, weakref.ref(self._runtime)
         added: list[FilteredSink] = []
         for each in sinks:
-            if thread and isinstance(each, WandbSink):
+            if thread and isinstance(each, wandb.WandbSink):
                 raise ValueError(
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
             if callable(connect := getattr(each, "connect", None)):
                 connect("" if place is None else str(place), partial(_findings, runtime))
             is_deferred = deferred or not getattr(each, "takes_values", True)
-            kept = _Kept(weakref.ref(pipeline.directory))
-            without = logged_anyhow(given)
-            filtered = FilteredSink(each, keys, every, complaints, is_deferred, thread, kept, without, given, on_all_ranks)
+            kept, without = _Kept(weakref.ref(pipeline.directory)), adapters.logged_anyhow(given)
+            filtered = delivery.FilteredSink(
+                each, keys, every, complaints, is_deferred, thread, kept, without, given, on_all_ranks
+            )
             if callable(before_finish := getattr(each, "before_finish", None)):
                 before_finish(partial(at_exit, runtime))
             pipeline.publisher.add(filtered)
@@ -1019,7 +1019,7 @@ class ModuleMonitor:
         if keys is None and _send_the_same(self._runtime, given):
             complaints.add(
                 "sink:shared",
-                f"another monitor sends the same keys to this {name_of(given)}: give one of the two a prefix=, such as 'D/'",
+                f"another monitor sends the same keys to this {delivery.name_of(given)}: give one of the two a prefix=, such as 'D/'",
             )
         _SENDERS.add(self._runtime)
         return Handle(partial(_remove_sinks, runtime, added))

@@ -32,7 +32,7 @@ from .plugin_set import PluginSet
 if TYPE_CHECKING:
     from ..analysis.spike_report import RecentSteps
     from ..runs.writer import RunWriter
-    from ..sinks.filtered_sink import FilteredSink
+    from ..sinks.delivery import FilteredSink
 
 
 # --- last word ---

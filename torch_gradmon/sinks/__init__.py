@@ -7,7 +7,7 @@ from ..core.lazy_import import importing
 if TYPE_CHECKING:
     from .alerts import Alert, AlertSink
     from .dashboards import tensorboard_layout, wandb_workspace
-    from .filtered_sink import FilteredSink
+    from .delivery import FilteredSink
     from .jsonl import JsonlSink
     from .prometheus import OpenTelemetrySink, PrometheusSink
     from .tensorboard import TensorBoardSink
@@ -33,7 +33,7 @@ __all__ = [
 _HOMES = {
     "Alert": "alerts",
     "AlertSink": "alerts",
-    "FilteredSink": "filtered_sink",
+    "FilteredSink": "delivery",
     "JsonlSink": "jsonl",
     "MlflowSink": "trackio",
     "OpenTelemetrySink": "prometheus",

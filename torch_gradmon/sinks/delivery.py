@@ -1,20 +1,23 @@
-"""Deliver rows to a sink: failed calls are retried, and a sink that keeps failing or delays training is dropped."""
+"""What a sink gets, by its filter, and how: failed calls are retried, and a sink that keeps failing or delays training is dropped."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import math
 import queue
+import re
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from ..core.errors import GradmonWarning, WarningLog, error_text
-
-# --- Optional packages behind sinks ---
+from ..core.errors import GradmonWarning, WarningLog, display, error_text
+from ..core.keys import compile_pattern
+from ..core.records import SpikeEvent
 
 
 def require(package: str, sink: object) -> None:
@@ -23,29 +26,53 @@ def require(package: str, sink: object) -> None:
         raise ImportError(f"{type(sink).__name__} needs {package}: pip install {package}")
 
 
-# --- Unique names for trackers that restrict length or characters ---
+# --- how a sink is called ---
+
+_METHODS = ("log", "log_metrics", "log_dict")
 
 
-class KeyRewriter:
-    """Gives each key a unique name of ``longest`` characters at most; ``clean`` may map two keys to one name."""
+def sender(sink: Any) -> Callable[..., object]:
+    """The function of values and ``step=`` that sends them to ``sink``.
 
-    def __init__(self, longest: int, clean: Callable[[str], str] = str) -> None:
-        self._longest, self._clean = longest, clean
-        self._names: dict[str, str] = {}  # by key
-        self._taken: set[str] = set()
+    Raises:
+        TypeError: it has no such method and is not callable with these arguments.
+    """
+    methods: list[Callable[..., object]] = [method for name in _METHODS if callable(method := getattr(sink, name, None))]
+    # an object with such a method is not meant to be called itself: a Lightning module is callable
+    for function in methods or ([sink] if callable(sink) else []):
+        if _takes_values_and_step(function):
+            return function
+    raise TypeError(
+        "a sink needs a method log(dict, step=) or log_metrics(dict, step=), or must be callable as sink(dict, step=), with a parameter of "
+        f"that name, as lambda values, step: ... has it; got {display(sink)}"
+    )
 
-    def __call__(self, key: str) -> str:
-        """The name for ``key``, always the same."""
-        if key not in self._names:
-            name = start = self._clean(key)
-            number = zlib.crc32(key.encode())
-            while len(name) > self._longest or name in self._taken:
-                mark = f"_{number:08x}"
-                name = start[: self._longest - len(mark)] + mark
-                number = (number + 1) % 2**32
-            self._names[key] = name
-            self._taken.add(name)
-        return self._names[key]
+
+def _takes_values_and_step(function: Callable[..., Any]) -> bool:
+    for follow in (True, False):  # a decorator may declare another signature than its function has, as in SwanLab
+        try:
+            inspect.signature(function, follow_wrapped=follow).bind({}, step=0)
+        except TypeError:
+            continue
+        except ValueError:  # a built-in function without a signature
+            pass
+        return True
+    return False
+
+
+def closer(sink: Any) -> Callable[[], object] | None:
+    """The function that flushes and closes ``sink``, or None."""
+    if callable(close := getattr(sink, "close", None)):
+        return close  # type: ignore[no-any-return]
+    package, save = type(sink).__module__.partition(".")[0], getattr(sink, "save", None)
+    # a logger of Lightning that Trainer.fit has finalised would not write later rows by itself
+    return save if package in ("lightning", "pytorch_lightning") and hasattr(sink, "log_metrics") and callable(save) else None
+
+
+def name_of(sink: Any) -> str:
+    """The sink's class or the function's name, for messages."""
+    name: str = getattr(sink, "__name__", type(sink).__name__)
+    return name
 
 
 # --- delivery ---
@@ -227,3 +254,102 @@ def _clear(waiting: deque[PendingCall]) -> int:
     rows = sum(pending.rows for pending in waiting)
     waiting.clear()
     return rows
+
+
+# --- the filter ---
+
+_NORM = "gradmon/grad_norm"
+#: Suffix of the key for the largest gradient norm since the last row.
+LARGEST = "_max"
+
+
+class FilteredSink:
+    """One sink with its filter. Raises TypeError if ``sink`` is none, see :meth:`ModuleMonitor.add_sink`, ValueError for keys or every.
+
+    Its method ``log_spike(event, text)``, if any, is called for each spike, whatever ``keys`` and ``every`` are. If ``every`` is above 1,
+    each row also has the largest ``gradmon/grad_norm`` since the row before, as ``gradmon/grad_norm_max``.
+    """
+
+    def __init__(
+        self,
+        sink: Any,
+        keys: str | re.Pattern[str] | None,
+        every: int,
+        complaints: WarningLog,  # gets failures, each under ``sink:{class}``
+        deferred: bool = False,  # values may come one step late, so that nothing waits for the device
+        thread: bool = False,
+        kept: object = "",  # where all lost rows are stored as well, see Delivery
+        without: Container[str] = (),  # keys that are never sent; may grow
+        given: Any = None,  # the object that the sink was made from
+        is_on_all_ranks: bool = False,  # it gets values also on ranks that do not report
+    ) -> None:
+        self.keys = None if keys is None else compile_pattern(keys, "keys")
+        self._without = without
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"every={every!r} must be a positive int, such as 10 for every tenth step")
+        self.sink = sink
+        self.every = every
+        self.deferred = deferred
+        self.given = sink if given is None else given
+        self.is_on_all_ranks = is_on_all_ranks
+        self.takes_values = bool(getattr(sink, "takes_values", True))  # one that does not look at values costs no dict
+        self._log = sender(self.sink)
+        self._complaints = complaints
+        self._delivery = Delivery(name_of(sink), complaints, kept, thread)
+        self._norm = ""  # the key of the gradient norm, once there was one
+        self._largest: dict[str, float] = {}  # the largest since the last row, by the key that it gets
+        self._lost = 0
+
+    @property
+    def is_of_package(self) -> bool:
+        """Whether the sink is a class of this package, which holds nothing of the training."""
+        return type(self.sink).__module__.startswith(__package__ or " ") and not getattr(self.sink, "is_of_script", False)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the sink was given up."""
+        return self._delivery.dropped
+
+    def send(self, values: Mapping[str, float], step: int) -> None:
+        """Send the step's values. Never raises: a failing sink is retried with the next step, then dropped."""
+        if self.every > 1:
+            self._note_largest(values)
+            if step % self.every:
+                return
+        keys, without = self.keys, self._without
+        chosen = dict(values)
+        if keys is not None or without:
+            chosen = {key: value for key, value in values.items() if key not in without and (keys is None or keys.search(key))}
+        chosen |= self._largest
+        self._largest = {}
+        self._delivery.put(PendingCall(step, partial(self._log, step=step), (chosen,)))
+        lost = getattr(self.sink, "lost", 0)  # rows that the sink has kept back, and lost later
+        if lost > self._lost:
+            self._delivery.lose(lost - self._lost)
+            self._lost = lost
+
+    def _note_largest(self, values: Mapping[str, float]) -> None:
+        if not self._norm:
+            keys = (key for key in values if key.endswith(_NORM) and key not in self._without)
+            self._norm = next((key for key in keys if self.keys is None or self.keys.search(key)), "")
+        if (value := values.get(self._norm)) is not None:
+            known = self._largest.get(self._norm + LARGEST, -math.inf)
+            if not (math.isnan(known) or value <= known):
+                self._largest[self._norm + LARGEST] = value  # NaN too, and it stays, so that it is seen
+
+    def send_spike(self, event: SpikeEvent, text: str) -> None:
+        """Send a spike, if the sink has a method for that. Never raises."""
+        log_spike = getattr(self.sink, "log_spike", None)
+        if callable(log_spike):
+            self._delivery.put(PendingCall(event.step, partial(log_spike, event, text), rows=0))
+
+    def close(self) -> None:
+        """Send what waits and close the sink, if it can be closed. Never raises."""
+        if not self._delivery.close():
+            return  # its thread is blocked in the sink, and closing might block as well
+        if (close := closer(self.sink)) is not None:
+            try:
+                close()
+            except (Exception, SystemExit) as error:
+                cause = f"{self._delivery.cause}:close"
+                self._complaints.add(cause, f"the sink {name_of(self.sink)} could not be closed", error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
@@ -11,8 +12,33 @@ from typing import Any
 
 from ..core.errors import display
 from ..core.records import SpikeEvent
-from .delivery import KeyRewriter, require
+from .delivery import require
 from .tensorboard import with_histograms_of
+
+# --- Unique names for trackers that restrict length or characters ---
+
+
+class KeyRewriter:
+    """Gives each key a unique name of ``longest`` characters at most; ``clean`` may map two keys to one name."""
+
+    def __init__(self, longest: int, clean: Callable[[str], str] = str) -> None:
+        self._longest, self._clean = longest, clean
+        self._names: dict[str, str] = {}  # by key
+        self._taken: set[str] = set()
+
+    def __call__(self, key: str) -> str:
+        """The name for ``key``, always the same."""
+        if key not in self._names:
+            name = start = self._clean(key)
+            number = zlib.crc32(key.encode())
+            while len(name) > self._longest or name in self._taken:
+                mark = f"_{number:08x}"
+                name = start[: self._longest - len(mark)] + mark
+                number = (number + 1) % 2**32
+            self._names[key] = name
+            self._taken.add(name)
+        return self._names[key]
+
 
 # --- Comet, whose experiment has one step for all loggers ---
 
