@@ -26,7 +26,7 @@ from tests.stored_runs import bytes_read
 from torch_gradmon.analysis.many_runs import RunCard
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.core.records import StepRecord, StepValues
-from torch_gradmon.runs.packing import pack
+from torch_gradmon.runs.format import pack
 from torch_gradmon.runs.writer import RunWriter
 
 from .machine import machine

@@ -27,7 +27,6 @@ from torch_gradmon.core.keys import TENSOR_SOURCES, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column
 from torch_gradmon.core.records import StatsTable, StepRecord, StepValues
 from torch_gradmon.runs import format as f
-from torch_gradmon.runs import index
 from torch_gradmon.runs import writer as writing
 from torch_gradmon.runs.log import LogReader, framed
 from torch_gradmon.runs.reader import RunReader
@@ -181,7 +180,7 @@ def test_rows_that_are_not_defined_are_asked_for_once(tmp_path: Path) -> None:
     for record in records_in(tmp_path / ROWS):
         data += framed(record.replace(b'"source"', b'"sauces"'), len(data))
     (tmp_path / ROWS).write_bytes(data)
-    with closing(read_run(tmp_path)) as run, mock.patch.object(index, "layout_of", wraps=index.layout_of) as asked:
+    with closing(read_run(tmp_path)) as run, mock.patch.object(f, "layout_of", wraps=f.layout_of) as asked:
         assert list(run.stacks("gradient_before_clip")) == []
         assert all(run.table("gradient_before_clip", step) is None for step in run.steps)
         assert asked.call_count == 1

@@ -18,7 +18,6 @@ from ..core.keys import Key
 from ..core.records import SpikeEvent, StepRecord
 from . import format as f
 from .log import SETTLED, LogReader, Record
-from .packing import TableLayout, layout_of
 
 _NEVER = float("inf")
 #: Seconds after the last write from which the records before an index can be asked for, since they were written back with it.
@@ -53,7 +52,8 @@ class Pair:
         self.layouts: dict[int, tuple[int, ...]] = {0: ()}  # where each set of them is defined
         self.columns: list[tuple[slice, int, dict[int, int]]] = []  # of each index: frames, end, where columns are
         self._rows: LogReader | None = None
-        self._known: dict[int, TableLayout | str | None] = {}  # None where a record is none, which each step would ask for again
+        # None where a record is none, which each step would ask for again
+        self._known: dict[int, f.TableLayout | str | None] = {}
 
     @property
     def rows(self) -> LogReader:
@@ -62,7 +62,7 @@ class Pair:
             self._rows = LogReader(self._directory / f.name_of(self.number, f.ROWS))
         return self._rows
 
-    def layout(self, place: int) -> TableLayout | str:
+    def layout(self, place: int) -> f.TableLayout | str:
         """What is defined there in the file with rows: a layout, or the device of a random state. Raises Unreadable if nothing is."""
         if place not in self._known:
             record = self.rows.at(place)
@@ -72,7 +72,7 @@ class Pair:
             with contextlib.suppress(f.Unreadable):
                 facts = f.json_of(record or b"")
                 device = facts.get("device") if facts.get("is") == "rng" else None
-                self._known[place] = device if type(device) is str else layout_of(facts)
+                self._known[place] = device if type(device) is str else f.layout_of(facts)
         found = self._known[place]
         if found is None:
             raise f.Unreadable
@@ -366,7 +366,7 @@ class RunIndex:
         there = {key for each in used for key in self._sets[each]}
         return [key for key in self._keys if key in there]
 
-    def layouts(self, among: Iterable[int] | None = None) -> list[TableLayout]:
+    def layouts(self, among: Iterable[int] | None = None) -> list[f.TableLayout]:
         """The layouts of the steps, or of some, in the order of their first use."""
         places = dict.fromkeys((frame.pair, place) for frame in self._of_sets(among)[0] for place in self._places(frame))
         found = []
@@ -375,7 +375,7 @@ class RunIndex:
                 found.append(self._pairs[pair].layout(place))
             except (f.Unreadable, OSError):
                 self.unreadable.append((self._pairs[pair].values.name, place))
-        return [layout for layout in found if isinstance(layout, TableLayout)]
+        return [layout for layout in found if isinstance(layout, f.TableLayout)]
 
     def steps_with(self, source: str) -> list[int]:
         """The steps that have rows of a source, ascending, and those of which that is unknown."""
@@ -391,7 +391,7 @@ class RunIndex:
         except (f.Unreadable, OSError):
             return True
         is_unknown = not places and frame.end > 0
-        return is_unknown or any(isinstance(layout, TableLayout) and layout.source == source for layout in found)
+        return is_unknown or any(isinstance(layout, f.TableLayout) and layout.source == source for layout in found)
 
     def _of_sets(self, among: Iterable[int] | None = None) -> tuple[list[Frame], np.ndarray]:
         """The first frame with each set of layouts, in the order of the steps, and for each frame which of these has its set."""
@@ -432,23 +432,23 @@ class RunIndex:
         context = f.context_of(_parsed(told.context, dict))
         return StepRecord(step, told.time, bool(told.flags & f.APPLIED), values, {}, context, _spikes(told.events))
 
-    def _parts(self, step: int) -> Iterator[tuple[TableLayout | str, int, bytes]]:
+    def _parts(self, step: int) -> Iterator[tuple[f.TableLayout | str, int, bytes]]:
         """What is stored of a step beside its values: the layout or device, the columns that are left out, and the data of each part."""
         for frame in self._frames_of(step):
             pair = self._pairs[frame.pair]
             try:
                 for place, absent, data in f.tables_of(pair.rows.at(frame.rows, frame.end) or b"", step) if frame.end else ():
                     layout = pair.layout(place)
-                    if isinstance(layout, TableLayout) and not layout.has_size(absent, data):
+                    if isinstance(layout, f.TableLayout) and not layout.has_size(absent, data):
                         raise f.Unreadable
                     yield layout, absent, data
             except (f.Unreadable, OSError):
                 self.unreadable.append((f.name_of(pair.number, f.ROWS), frame.rows))
 
-    def rows(self, step: int, wanted: str | None = None) -> dict[str, tuple[TableLayout, bytes]]:
+    def rows(self, step: int, wanted: str | None = None) -> dict[str, tuple[f.TableLayout, bytes]]:
         """The packed rows of a step by source, or of one source; those that another source stores come with its layout."""
-        found: dict[str, tuple[TableLayout, bytes]] = {}
-        parts = {each.source: (each, absent, data) for each, absent, data in self._parts(step) if isinstance(each, TableLayout)}
+        found: dict[str, tuple[f.TableLayout, bytes]] = {}
+        parts = {each.source: (each, absent, data) for each, absent, data in self._parts(step) if isinstance(each, f.TableLayout)}
         for source in parts if wanted is None else parts.keys() & {wanted}:
             own = parts[source][0]
             layout, absent, data = parts.get(own.same_as or source, (own, 0, b""))

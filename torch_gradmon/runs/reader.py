@@ -32,9 +32,9 @@ from ..core.records import (
     trained_parts,
 )
 from ..step.plan import evaluate_view, value_in
+from .format import TableLayout
 from .index import RunIndex, opening
 from .liveness import RunStatus, status_in
-from .packing import TableLayout
 
 #: Rows read at a time, in bytes and in steps.
 _AT_ONCE, _STEPS = 4 << 20, 200

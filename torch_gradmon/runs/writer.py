@@ -1,7 +1,7 @@
 """Write a run directory: every step is appended as it ends, one record of values and one of rows.
 
-Statistics are stored as rows of sufficient statistics, see :mod:`torch_gradmon.runs.packing`. Every built-in metric of every layer can be
-computed from them, requested during the run or not.
+Statistics are stored as rows of sufficient statistics, see :func:`.format.pack`. Every built-in metric of every layer can be computed from
+them, requested during the run or not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from ..core.torch_modes import HomeProcess
 from . import format as f
 from .index import RunIndex
 from .log import LogReader, LogWriter, reading_within
-from .packing import TableLayout, integers, pack
 
 #: Steps with NaN or Inf in a row whose states of random generators are stored, 5 kB each: after these a run is NaN for good.
 _SPOILED = 8
@@ -142,8 +141,8 @@ class RunWriter:
         self._ids: dict[Key, int] = {}
         self._key_sets: dict[tuple[Key, ...], tuple[int, tuple[int, ...]]] = {}  # the number of each, and those of its keys
         self._key_set = 0  # the last one that was defined
-        self._layouts: dict[TableLayout | str, int] = {}  # where each is defined
-        self._latest: dict[str, tuple[TableLayout, int]] = {}  # the same of each source, since hashing all names takes time
+        self._layouts: dict[f.TableLayout | str, int] = {}  # where each is defined
+        self._latest: dict[str, tuple[f.TableLayout, int]] = {}  # the same of each source, since hashing all names takes time
         self._layout_sets: dict[tuple[int, ...], int] = {(): 0}
 
     def _close_files(self) -> None:
@@ -304,7 +303,7 @@ class RunWriter:
                 values = values.since(known.values)
         rng = rng if record.events and self._spoiled < _SPOILED else {}
         found, stored = self._layouts_of(tables) if tables else ([], [])
-        blobs = iter(pack(stored))
+        blobs = iter(f.pack(stored))
         parts = [(place, *((0, b"") if same_as else next(blobs))) for place, same_as in found]
         parts += [(self._defined(device), 0, bytes(state.tolist())) for device, state in rng.items()]
         places = tuple(map(itemgetter(0), parts))
@@ -337,8 +336,8 @@ class RunWriter:
         for source, table in tables.items():
             rows = table.rows.numpy()
             # tensors of other sources change their size
-            counts = integers(rows[:, Column.COUNT].tobytes()) if source in PARAMETER_SOURCES else ()
-            layout = TableLayout(source, table.names, table.columns, counts, table.same_as)
+            counts = f.integers(rows[:, Column.COUNT].tobytes()) if source in PARAMETER_SOURCES else ()
+            layout = f.TableLayout(source, table.names, table.columns, counts, table.same_as)
             known = self._latest.get(source)
             if known is None or known[0] != layout:
                 known = self._latest[source] = layout, self._defined(layout)
@@ -347,7 +346,7 @@ class RunWriter:
                 stored.append((rows, table.columns, bool(counts)))
         return places, stored
 
-    def _defined(self, layout: TableLayout | str) -> int:
+    def _defined(self, layout: f.TableLayout | str) -> int:
         """Where a layout, or the device of a random state, is defined in the file with rows."""
         place = self._layouts.get(layout)
         if place is None:
