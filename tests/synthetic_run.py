@@ -12,7 +12,7 @@ from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.spikes.attribution import ParameterAttribution
-from torch_gradmon.spikes.signals import GradientNormHistory
+from torch_gradmon.spikes.detector_set import GradientNormHistory
 
 #: A root mean square, or several statistics; the same in each step, or by step. None where a tensor has no row.
 Row = float | Mapping[str, float] | None

@@ -26,7 +26,7 @@ from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import Severity, SpikeEvent, StatsTable, StepRecord
 from torch_gradmon.core.validation import subsample_steps
 from torch_gradmon.monitor.records import RecordHistory
-from torch_gradmon.spikes.signals import SuspectHistory
+from torch_gradmon.spikes.detector_set import SuspectHistory
 
 
 def _finding(rule: str = "always-clipped", severity: str = "warning", weight: float = 0.0, step: int = 3) -> Finding:

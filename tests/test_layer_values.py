@@ -22,7 +22,7 @@ from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.core.moments import Column, identity
 from torch_gradmon.core.records import StatsTable
 from torch_gradmon.runs.reader import StatsSeries
-from torch_gradmon.spikes.signals import GradientNormHistory
+from torch_gradmon.spikes.detector_set import GradientNormHistory
 from torch_gradmon.step.summary import top_shares
 
 Tensors = dict[str, Tensor]

@@ -27,8 +27,9 @@ from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes.attribution import Baseline, ParameterAttribution, spike_cause
+from torch_gradmon.spikes.detector_set import GradientNormHistory
 from torch_gradmon.spikes.hampel import Hampel
-from torch_gradmon.spikes.signals import GradientNormHistory, counted, episodes, largest, size
+from torch_gradmon.spikes.signals import counted, episodes, largest, size
 
 LAYER, FACTOR = "2.weight", 300.0
 _TIMES = re.compile(r"([\w.]+) \(([\d.,e+]+) times its usual norm")

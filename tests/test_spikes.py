@@ -22,8 +22,7 @@ from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.core.records import SpikeEvent, StatsTable
 from torch_gradmon.spikes import Hampel, MedianMad
 from torch_gradmon.spikes.attribution import spike_cause
-from torch_gradmon.spikes.detector_set import RecoveryTracker, recovery_text
-from torch_gradmon.spikes.signals import GradientNormHistory
+from torch_gradmon.spikes.detector_set import GradientNormHistory, RecoveryTracker, recovery_text
 
 
 def _noise(count: int, seed: int = 0, level: float = 1.0, spread: float = 0.1) -> list[float]:

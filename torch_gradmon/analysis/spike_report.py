@@ -14,9 +14,9 @@ from ..core.keys import SUMMARY, Key, format_key, parse_key
 from ..core.records import SpikeEvent, StepRecord, loss_in
 from ..runs.detail_request import request_text
 from ..spikes.attribution import ParameterAttribution, SpikeCause, spike_cause
-from ..spikes.detector_set import AFTER, recovery_text
+from ..spikes.detector_set import AFTER, GradientNormHistory, recovery_text
 from ..spikes.hampel import REMEMBERED
-from ..spikes.signals import Episode, GradientNormHistory, episodes, largest, value_of
+from ..spikes.signals import Episode, episodes, largest, value_of
 from ..step.plan import value_in
 
 if TYPE_CHECKING:

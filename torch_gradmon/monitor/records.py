@@ -21,8 +21,8 @@ from ..core.records import KeyFormatter, SpikeEvent, StatsTable, StepRecord, Ste
 from ..core.torch_modes import HomeProcess, fresh_grad_mode, outside_dispatch_modes, process_facts
 from ..core.validation import subsample_steps
 from ..plugins.reactions import Policy, policy_of
-from ..spikes.detector_set import DetectorSet
-from ..spikes.signals import SuspectHistory, by_size
+from ..spikes.detector_set import DetectorSet, SuspectHistory
+from ..spikes.signals import by_size
 from ..step.buffer import PendingReadback, StepBuffer
 from ..step.planner import ExchangePolicy
 from ..step.record_builder import PendingStep, RecordFactory

@@ -1,27 +1,17 @@
-"""What detectors look at: the value of a signal in a step's record, the gradients of the last steps, and spikes as episodes."""
+"""What detectors look at, the value of a signal in a step's record, and what they find, spikes as episodes."""
 
 from __future__ import annotations
 
 import math
 import re
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, SPIKE_SCORE, SUMMARY, Key, format_key, parse_key
-from ..core.moments import VIEWS, Column
+from ..core.keys import SPIKE_SCORE, SUMMARY, Key, format_key, parse_key
+from ..core.moments import VIEWS
 from ..core.records import SpikeEvent, StatsTable, StepRecord
 from ..step.plan import value_in, values_in
-from .hampel import REMEMBERED
-
-if TYPE_CHECKING:
-    from .attribution import ParameterAttribution
-    from .detector import Verdict
 
 # --- episodes ---
 
@@ -157,112 +147,3 @@ class MatchingValues:
                     plan.append((metric, rows, [keys[row] for row in rows]))
         self._of_table[source] = table, plan
         return plan
-
-
-# --- gradients of the last steps ---
-
-#: Steps with a spike whose suspects are kept: those with the largest spikes.
-_SPIKES = 100
-
-
-class _Known(NamedTuple):
-    step: int
-    table: StatsTable
-    spoiled: tuple[str, ...] = ()  # the gradients that became NaN or infinite after the backward pass
-
-
-class GradientNormHistory:
-    """The statistics of the gradients of the last steps.
-
-    Gradients before clipping are used if there are any, since a clip makes a step that stands out like all others. From then on steps
-    without them are ignored, so that clipped norms are never compared with unclipped ones. NaN and Inf count at either stage.
-    """
-
-    def __init__(self) -> None:
-        self._steps: deque[_Known] = deque(maxlen=REMEMBERED)
-        self.source = GRADIENT
-        #: of the step that was added last, the gradients that became NaN or infinite after the backward pass
-        self.spoiled: tuple[str, ...] = ()
-
-    def add(self, step: int, tables: Mapping[str, StatsTable]) -> None:
-        """Add the gradients among ``tables``. A repeated step, as after a rollback, replaces all later ones."""
-        if GRADIENT_BEFORE_CLIP in tables and self.source == GRADIENT:
-            self.source = GRADIENT_BEFORE_CLIP
-            self._steps.clear()
-        if self._steps and self._steps[-1].step >= step:
-            self.rewind(step)
-        before, after, self.spoiled = tables.get(GRADIENT_BEFORE_CLIP), tables.get(GRADIENT), ()
-        if after is not None and after.totals[Column.NONFINITE] and before is not None and not before.totals[Column.NONFINITE]:
-            counts = after.rows[:, Column.NONFINITE].tolist()
-            self.spoiled = tuple(name for name, count in zip(after.names, counts, strict=True) if count)
-        if (table := tables.get(self.source)) is not None and Column.SQUARE_SUM in table.columns:
-            self._steps.append(_Known(step, table, self.spoiled))
-
-    def rewind(self, step: int) -> None:
-        while self._steps and self._steps[-1].step >= step:
-            self._steps.pop()
-
-    def backfill(self, step: int, tables: Mapping[str, StatsTable]) -> None:
-        table = tables.get(self.source)
-        if table is not None and table.has("norm") and self.table(step) is None:
-            steps = sorted([*self._steps, _Known(step, table)], key=lambda known: known.step)
-            self._steps = deque(steps, maxlen=REMEMBERED)
-
-    def table(self, step: int) -> StatsTable | None:
-        return next((known.table for known in self._steps if known.step == step), None)
-
-    def suspects(self, step: int) -> list[ParameterAttribution]:
-        """The parameters in order of suspicion, see :func:`torch_gradmon.spikes.attribution.ranked`; empty if ``step`` is unknown."""
-        known = [each for each in self._steps if each.step <= step]
-        if not known or known[-1].step != step:
-            return []
-        from .attribution import ranked  # most trainings have no spike
-
-        table, spoiled_after = known[-1].table, known[-1].spoiled
-        norms, spoiled = (torch.stack(rows) for rows in zip(*(_aligned(each.table, table) for each in known), strict=True))
-        found = ranked([each.step for each in known], table.names, norms, spoiled, is_part=table.is_part)
-        if not spoiled_after:
-            return found
-        marked = [replace(each, is_spoiled_after=each.name in spoiled_after) for each in found]
-        return sorted(marked, key=lambda each: not each.is_spoiled_after)
-
-
-class SuspectHistory:
-    """The gradients of the last steps, and the suspects of the steps with the largest spikes."""
-
-    def __init__(self) -> None:
-        self.gradients = GradientNormHistory()
-        self.suspects: dict[int, list[ParameterAttribution]] = {}  # by step, in order of suspicion
-        self._sizes: dict[int, float] = {}
-
-    def at_spike(self, step: int, spike_size: float) -> list[ParameterAttribution]:
-        """The suspects of a step with a spike, which are kept."""
-        if step not in self.suspects:
-            self.suspects[step] = self.gradients.suspects(step)
-        self._sizes[step] = max(spike_size, self._sizes.get(step, 0.0))
-        found = self.suspects[step]
-        while len(self.suspects) > _SPIKES:
-            smallest = min(self.suspects, key=self._sizes.__getitem__)
-            del self.suspects[smallest], self._sizes[smallest]
-        return found
-
-    def first(self, step: int, spikes: Mapping[str, Verdict]) -> str:
-        """The most suspicious signal: for gradients by suspicion, for others, and before the step has ended, by score."""
-        names = {signal: key.name for signal in spikes if (key := parse_key(signal)).source == self.gradients.source}
-        order = {suspect.name: place for place, suspect in enumerate(self.gradients.suspects(step))} if names else {}
-        return min(spikes, key=lambda signal: (order.get(names.get(signal, ""), math.inf), -(spikes[signal].score or 0.0)))
-
-    def rewind(self, step: int) -> None:
-        self.gradients.rewind(step)
-        for known in [known for known in self.suspects if known >= step]:
-            del self.suspects[known], self._sizes[known]
-
-
-def _aligned(other: StatsTable, table: StatsTable) -> tuple[Tensor, Tensor]:
-    """Norms in ``other`` of the parameters in ``table``, NaN where missing; and numbers of NaN and infinite elements."""
-    rows = other.rows
-    if other.names != table.names:
-        place = {name: row for row, name in enumerate(other.names)}
-        absent = torch.full((1, rows.shape[1]), torch.nan, dtype=torch.float64, device="cpu")
-        rows = torch.cat([rows, absent])[[place.get(name, -1) for name in table.names]]
-    return rows[:, Column.SQUARE_SUM].sqrt(), rows[:, Column.NONFINITE].nan_to_num(0.0)
