@@ -14,6 +14,7 @@ import torch_gradmon as gradmon
 from torch_gradmon.core import torch_modes
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.step import buffer
+from torch_gradmon.step.ranks import Ranks
 
 
 class _Functions(SimpleNamespace):
@@ -79,7 +80,8 @@ def test_a_process_group_takes_tensors_of_its_backends_device(
 ) -> None:
     monkeypatch.setattr(torch_modes, "accelerator_kind", lambda: None if kind is None else torch.device(kind))
     monkeypatch.setattr(torch_modes, "functions_of", lambda device: SimpleNamespace(current_device=lambda: 0))
-    assert torch_modes.of_backend(backend) == torch.device(expected)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
+    assert Ranks().device == torch.device(expected)
 
 
 def test_memory_that_cannot_be_pinned_for_the_moment_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

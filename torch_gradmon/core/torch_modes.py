@@ -78,8 +78,6 @@ _PINNED: set[str] = set()
 _SPARE, _PART = 256 << 20, 128
 #: The address of the current stream by the number of its device; private, and absent in builds without CUDA.
 _RAW_STREAM: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-#: Backends of process groups for memory of the host, which may take that of some devices too.
-_OF_HOSTS = ("gloo", "mpi")
 
 
 def functions_of(device: torch.device) -> Any:
@@ -103,14 +101,6 @@ def _is_used(functions: Any) -> bool:
     """Whether the process uses the device. To ask whether there is one may itself initialise a driver, which a fork does not survive."""
     initialised = getattr(functions, "is_initialized", None)
     return bool(functions.is_available() if initialised is None else initialised())
-
-
-def of_backend(name: str) -> torch.device:
-    """The device that the tensors of a process group must be on; ``name`` is that of its backend, such as ``"nccl"``."""
-    kind = accelerator_kind()
-    if kind is None or kind.type == "mps" or any(of_hosts in name for of_hosts in _OF_HOSTS):
-        return torch.device("cpu")
-    return torch.device(kind.type, getattr(functions_of(kind), "current_device", lambda: 0)())
 
 
 def has_triton_kernels(device: torch.device) -> bool:
@@ -376,6 +366,16 @@ class BareState:
 
 
 # --- process ---
+
+#: Whether there is a process group.
+has_group: Callable[[], bool] = torch.distributed.is_initialized if torch.distributed.is_available() else bool
+
+
+def is_muted(group: Any, has_output_on_all: bool = False) -> bool:
+    """Whether the first rank alone writes output, and this is another one: before there is a group, by the launcher's environment."""
+    if has_output_on_all:
+        return False
+    return torch.distributed.get_rank(group) > 0 if has_group() else os.environ.get("RANK", "0") != "0"
 
 
 class HomeProcess:

@@ -18,6 +18,7 @@ from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.fence import Fence, is_disabled
 from ..core.records import KeyFormatter, SpikeEvent
+from ..core.torch_modes import is_muted
 from ..plugins.data_check import DataCheck
 from ..plugins.live_detail import LiveDetail, PostSpikeDetail
 from ..plugins.loop_audit import LoopAudit
@@ -48,11 +49,11 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     inert, ranks = is_disabled(), Ranks(options.ranks.process_group)
     run_dir = None if inert else run_dir_of(options.run_dir, options.ranks.log_on_all_ranks, ranks)
     complaints = WarningLog(options.on_metric_error == "raise", "" if run_dir is None else str(run_dir))
-    is_muted = partial(ranks.is_muted, options.ranks.log_on_all_ranks)
+    muted = partial(is_muted, ranks.group, options.ranks.log_on_all_ranks)
     planner = _planner(options, model)
     _check_free(options.plugins, model)
     meta = {"torch": torch.__version__, "eps": options.zero_threshold, "every": options.interval}
-    directory = RunDirectory(run_dir, meta, complaints, is_muted, tells=options.on_spike is not None)
+    directory = RunDirectory(run_dir, meta, complaints, muted, tells=options.on_spike is not None)
     fence = Fence(complaints, inert)
     layers, is_stored = LayerSelection(options.layers), directory.path is not None
     summary = Summary(SummaryChoice(all_columns=is_stored, of_layers=layers.needs))
@@ -65,10 +66,10 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     history = RecordHistory(options.history, detectors.history)
     built_in = _plugins(options, planner, factory, detectors, directory, exchange, fence)
     plugins = PluginSet(built_in, options.plugins, complaints)
-    publisher = Publisher(KeyFormatter(options.key_order, options.prefix), complaints, is_muted)
+    publisher = Publisher(KeyFormatter(options.key_order, options.prefix), complaints, muted)
     state = StepState()
     pipeline = RecordPipeline(
-        state, factory, detectors, history, directory, publisher, plugins, _on_spike(options), exchange, fence, is_muted
+        state, factory, detectors, history, directory, publisher, plugins, _on_spike(options), exchange, fence, muted
     )
     values = ValueLog(state, fence, pipeline, exchange)
     publisher.of_trainer = values.of_trainer

@@ -20,7 +20,7 @@ from ..core.errors import display, nearest
 from ..core.fence import is_disabled
 from ..core.keys import Key, Pattern
 from ..core.records import Chart, Engine, ModelOrder, StepView
-from ..core.torch_modes import is_compiling, outside_dispatch_modes
+from ..core.torch_modes import is_compiling, is_muted, outside_dispatch_modes
 from ..plugins.reactions import StepCounts
 from ..plugins.setup_check import Checks
 from ..spikes.detector import SpikeDetector
@@ -63,9 +63,9 @@ TensorOf = Literal["output", "output_gradient", "input", "input_gradient"]
 AttentionMetric = Literal["entropy", "entropy_normalized", "first_key", "max_logit"]
 
 
-def _made(target: LogTarget, is_muted: bool) -> list[Any]:
+def _made(target: LogTarget, is_silent: bool) -> list[Any]:
     """The sinks for ``target``, checked; none for a tracker's name on a rank that sends nothing, which need not have a run of it."""
-    if is_disabled() or (is_muted and isinstance(target, str)):
+    if is_disabled() or (is_silent and isinstance(target, str)):
         return []
     from ..sinks import adapters, delivery
 
@@ -193,7 +193,7 @@ class ModuleMonitor:
 
     def _sinks_of(self, log_to: LogTarget | Sequence[LogTarget] | None, ranks: Ranks) -> list[tuple[LogTarget, list[Any]]]:
         targets: list[Any] = list(log_to) if isinstance(log_to, (list, tuple)) else [] if log_to is None else [log_to]
-        return [(target, _made(target, ranks.is_muted(self._log_on_all_ranks))) for target in targets]
+        return [(target, _made(target, is_muted(ranks.group, self._log_on_all_ranks))) for target in targets]
 
     def _begin_run(self, run_dir: str | os.PathLike[str] | None, log_to: LogTarget | Sequence[LogTarget] | None) -> None:
         """Keep and send the values there: for a trainer's callback, whose monitor is made before the processes and trackers of a run."""
@@ -980,8 +980,9 @@ class ModuleMonitor:
                 named has no active run.
             ImportError: a tracker that is named is not installed.
         """
-        is_muted = not on_all_ranks and self._runtime.captures.measurer.ranks.is_muted(self._log_on_all_ranks)
-        return self._add_sinks(sink, _made(sink, is_muted), keys, every, deferred, thread, on_all_ranks)
+        group = self._runtime.captures.measurer.ranks.group
+        made = _made(sink, not on_all_ranks and is_muted(group, self._log_on_all_ranks))
+        return self._add_sinks(sink, made, keys, every, deferred, thread, on_all_ranks)
 
     def _add_sinks(
         self,

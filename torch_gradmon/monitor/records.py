@@ -174,7 +174,7 @@ class RunDirectory:
 
     def write(self, record: StepRecord, amends: bool = False, backfills: bool = False) -> None:
         """Store ``record``: of a new step, in place of the last one, or of an earlier step; on the rank that writes."""
-        if self._path is None or os.getpid() != self._process.number:
+        if self._path is None or os.getpid() != self._process.number or self._is_muted():
             return
         # what would be amended is lost with the directory
         if self._is_taken or (self._is_lost and (amends or self._obstacle(self._path))):
@@ -378,11 +378,10 @@ class Publisher:
         if self.waiting is None or os.getpid() != self._process.number:
             return
         record, self.waiting = self.waiting, None
-        receivers = self._receivers() if self.sinks else ()
         values: dict[str, float] = {}
         texts = [*zip(record.events, map(str, record.events), strict=True)]
         first: Warning | None = None
-        for sink in receivers:
+        for sink in self._receivers() if self.sinks else ():
             try:
                 if not values and sink.takes_values:
                     values = self.shown(record)
@@ -634,7 +633,7 @@ class RecordPipeline:
         self.history.keep(record)
         for observe in self.observers:
             observe(record, amends)
-        if self.directory.path is not None and not self._is_muted():
+        if self.directory.path is not None:
             self.directory.write(record, amends)
         self.publisher.put(record, amends)
 
@@ -741,8 +740,7 @@ class RecordPipeline:
         """Take unmonitored steps that a spike before or after them makes relevant. Sinks do not get them."""
         for record in records:
             self.history.backfill(record)
-            if not self._is_muted():
-                self.directory.write(record, backfills=True)
+            self.directory.write(record, backfills=True)
 
     def learn(self, record: StepRecord, signals: Mapping[str, float]) -> None:
         """Take a step that is not monitored, whose values the detectors learn from."""

@@ -17,7 +17,7 @@ from ..capture.gradients import GradientCapture, ParameterCapture
 from ..capture.hooks import PassTracker
 from ..capture.measurer import Measurer
 from ..core.fence import Fence
-from ..core.torch_modes import Unsaved, outside_dispatch_modes, rng_states, unsaved_of
+from ..core.torch_modes import Unsaved, has_group, outside_dispatch_modes, rng_states, unsaved_of
 from ..step.active_step import IDLE, ActiveStep, Mode, RecordedStep
 from ..step.buffer import PendingReadback, StepBuffer
 from ..step.model_index import ModelIndex
@@ -473,7 +473,7 @@ class StepLifecycle:
             if tags is None:
                 self.captures.end()
         finally:  # collective: the other ranks wait, whatever failed here
-            self._ranks = self.exchange.ranks.count
+            self._ranks = self.exchange.ranks.count if has_group() else 1
             if self._ranks > 1:
                 self.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
         return buffer, inventory, self.values.take_tags() if tags is None else tags

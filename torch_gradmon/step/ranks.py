@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +27,8 @@ NAMES, METRICS, CADENCE = "names of parameters", "metrics", "every="
 EMPTY_SLOT: tuple[float, ...] = (0.0,) * 5
 #: Up to this number of bytes of all ranks, one all-gather is used; beyond, two all-reduces move less.
 GATHERED = 1 << 20
+#: Backends of process groups for memory of the host, which may take that of some devices too.
+_OF_HOSTS = ("gloo", "mpi")
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -75,30 +76,22 @@ class Ranks:
     @property
     def count(self) -> int:
         """Number of ranks; one without ``torch.distributed``."""
-        return torch.distributed.get_world_size(self.group) if self._is_distributed() else 1
+        return torch.distributed.get_world_size(self.group) if torch_modes.has_group() else 1
 
     @property
     def rank(self) -> int:
-        return torch.distributed.get_rank(self.group) if self._is_distributed() else 0
+        return torch.distributed.get_rank(self.group) if torch_modes.has_group() else 0
 
     @property
     def members(self) -> list[int]:
-        if not self._is_distributed():
+        if not torch_modes.has_group():
             return [0]
         return torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the reporting rank. Before there is a process group, the launcher's environment decides."""
-        return not self.is_muted()
-
-    def is_muted(self, has_output_on_all: bool = False) -> bool:
-        """Whether the first rank writes the output of this one; ``has_output_on_all``: each rank writes its own."""
-        if has_output_on_all:
-            return False
-        return self.rank > 0 if self._is_distributed() else os.environ.get("RANK", "0") != "0"
-
-    _is_distributed = staticmethod(torch.distributed.is_initialized if torch.distributed.is_available() else bool)
+        """Whether this is the reporting rank, see :func:`torch_gradmon.core.torch_modes.is_muted`."""
+        return not torch_modes.is_muted(self.group)
 
     def own_parts(self, tensors: Mapping[int, Tensor], spread: Container[int]) -> Mapping[int, Tensor]:
         """:meth:`own_part` of each, by position; ``spread`` has the positions of those whose rows will be merged."""
@@ -194,4 +187,7 @@ class Ranks:
     @functools.cached_property
     def device(self) -> torch.device:
         """The device that the group's backend works on: of the same kind on each rank, whatever a rank has measured."""
-        return torch_modes.of_backend(torch.distributed.get_backend(self.group))
+        kind, backend = torch_modes.accelerator_kind(), torch.distributed.get_backend(self.group)
+        if kind is None or kind.type == "mps" or any(of_hosts in backend for of_hosts in _OF_HOSTS):
+            return torch.device("cpu")
+        return torch.device(kind.type, getattr(torch_modes.functions_of(kind), "current_device", lambda: 0)())
