@@ -311,7 +311,11 @@ class RunWriter:
             self._put({"is": "layouts", "number": layouts, "at": places})
             self._layout_sets[places] = layouts
         rows = (self._rows or self._row_file()).append(f.of_tables(record.step, parts)) if parts else (0, 0)
-        by_key = (values.rest if record.tables and isinstance(values, StepValues) else StepValues.of(values)).by_key
+        if not isinstance(values, StepValues):
+            values = StepValues.of(values)
+        elif record.tables and values.has_views:  # which readers compute from the rows
+            values = values.rest
+        by_key = values.by_key
         number, keys = self._key_sets.get(tuple(by_key)) or self._new_key_set(tuple(by_key)) if by_key else (0, ())
         frame = f.StepFrame(
             record.step,
