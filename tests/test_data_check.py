@@ -683,6 +683,14 @@ def test_the_loss_at_chance_is_that_of_the_labels() -> None:
     monitor.detach()
 
 
+def test_a_loss_of_several_terms_has_no_known_chance() -> None:
+    """That of one output says nothing about the sum, such as that of three heads."""
+    monitor, _ = train(loss_of=lambda z, y: F.cross_entropy(z, y) + 0.3, steps=50)
+    assert monitor is not None
+    assert "loss" not in monitor._runtime.built_in.data.chance
+    monitor.detach()
+
+
 def test_hooks_go_when_enough_was_seen_and_when_the_monitor_leaves() -> None:
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

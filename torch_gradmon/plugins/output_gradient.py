@@ -41,6 +41,8 @@ _FITS = 0.02
 _VARIES = 0.1
 #: The same where they are those of absolute errors, which fit a mean square if their mean is a quarter.
 _ALIKE = 1e-3
+#: The loss over that of an output from which on it has other terms.
+_ALONE = 1.1
 #: How well logarithms of gradients have to follow logits for a temperature to be read off them.
 _LINEAR = 0.995
 #: The fewest outputs that are drawn to one number, and the variance of these numbers over that of the targets, and over that of the
@@ -70,6 +72,7 @@ class Head:
     negative: float = 0.0  # the share of their mean square that those below 0 have
     beyond: tuple[float, float] = (0.0, 0.0)  # the share of it that lies below -1, and the share that lies above 1
     error: float = 0.0  # the mean square of the differences between output and targets
+    is_alone: bool = True  # the loss is not that of other outputs or a penalty, too, as far as its value shows
 
     def outside(self, low: float) -> float:
         """The share of the targets' mean square that lies outside of ``low``, 0 or -1, and 1."""
@@ -226,6 +229,7 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     count, used, rows, classes, z1, z2, g1, g2, zg = facts[:9]
     deviation, residual, mean, slope, fit, scale, low, zeros, b_deviation, b_mean, varied, spread = facts[9:21]
     is_entropy, is_binary = (varied > _VARIES or _is_near(own, loss) for own in facts[21:23])
+    is_alone, is_alone_binary = (loss is None or loss < _ALONE * own for own in facts[21:23])
     labels = tuple(facts[_FACTS:]) if classes <= COUNTED else ()
     if used < 2 or not all(map(math.isfinite, (z2, g2))) or g2 == 0:
         return None
@@ -235,9 +239,11 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     if (classes > 2 or (classes == 2 and is_entropy)) and deviation < _FITS and residual < _FITS and telling > 1:
         # a row without a gradient is answered with certainty, or does not count
         least, most = (mean * count * number / rows for number in (telling, telling + certain))
-        return Head("cross-entropy", count * telling / rows, max(least, min(most, 1.0)), 1.0, zeros, labels)
+        telling *= count / rows
+        return Head("cross-entropy", telling, max(least, min(most, 1.0)), 1.0, zeros, labels, is_alone=is_alone)
     if is_binary and b_deviation < _FITS:
-        return Head("binary cross-entropy", every * classes, b_mean * every * classes, 1.0, zeros, labels)
+        answers = every * classes
+        return Head("binary cross-entropy", answers, b_mean * answers, 1.0, zeros, labels, is_alone=is_alone_binary)
     if classes > 2 and fit > _LINEAR and slope > 0 and spread < _FITS:
         return Head("cross-entropy", every, scale * every / slope, 1 / slope, zeros, labels)
     elements = rows * classes
@@ -439,7 +445,7 @@ class Targets:
             square = sum(each.square * each.rows for each in exact or known) / rows
             chance = {"loss": max(square - mean**2, 0.0)} if exact else {}
             self.chance = {**chance, "examples": rows, "is square": 1.0, "of zero": square}
-        elif total >= _PER_CLASS * len(self._labels) and head.labels and abs(head.scale - 1) < 0.1:
+        elif total >= _PER_CLASS * len(self._labels) and head.labels and head.is_alone and abs(head.scale - 1) < 0.1:
             shares = [count / total for count in self._labels if count]
             self.chance = {"loss": -sum(share * math.log(share) for share in shares), "examples": total}
 
