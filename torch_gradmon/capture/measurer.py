@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
-from itertools import count, islice, pairwise
-from operator import itemgetter
+from itertools import chain, compress, count
+from operator import not_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from ..core.records import Metric
 from ..core.torch_modes import no_autocast
 from ..statistics.dispatch import Statistics
 from ..statistics.eager import inner_product, sum_of_squared_ratios
-from ..statistics.request import accumulator_dtype, as_plain, on_accelerator, refusal
+from ..statistics.request import PLAIN, accumulator_dtype, as_plain, on_accelerator, refusal
 from ..step.buffer import StepBuffer, cosine, growth, turn
 from ..step.plan import OF_MATRICES, BuiltIn, SourcePlan
 from ..step.ranks import Ranks
@@ -31,11 +31,8 @@ from ..step.ranks import Ranks
 # --- Metrics of the optimizer's state, and of updates beside their parameters ---
 
 State = Mapping[str, Any]
-#: Two tensors of one shape.
-_Pair = tuple[Tensor, Tensor]
-#: By position of a parameter as many pairs for each.
-_Pairs = Mapping[int, Sequence[_Pair]]
-_FIRST, _SECOND = itemgetter(0), itemgetter(1)
+#: For each of several pairs that a parameter has, the first tensors of all parameters and the second ones; None where one has no pairs.
+_Pairs = Sequence[tuple[Sequence[Any], Sequence[Any]]]
 
 
 class OfProducts:
@@ -50,36 +47,36 @@ class OfProducts:
 
     def contribution(self, state: State) -> tuple[str, Tensor] | None:
         """What one rank's part of a tensor contributes, and how contributions merge."""
-        pairs = self.pairs({0: state}).get(0)
-        return None if pairs is None else (self._reducer, torch.stack([inner_product(a, b) for a, b in pairs]))
+        pairs = self.pairs({0: state})
+        if pairs[0][0][0] is None:
+            return None
+        return self._reducer, torch.stack([inner_product(a, b) for (a,), (b,) in pairs])
 
 
-def _first_of(states: Mapping[int, State], names: Iterable[str]) -> dict[int, Tensor]:
-    """The first of these entries that is a tensor, of each state that has one."""
-    found: dict[int, Tensor] = {}
-    for position, state in states.items():
-        for name in names:
-            if isinstance(tensor := state.get(name), Tensor):
-                found[position] = tensor
-                break
-    return found
+def _first_of(states: Mapping[int, State], *names: str) -> list[Any]:
+    """The first of these entries that is a tensor, of each state."""
+    first = [state.get(names[0]) for state in states.values()]
+    if PLAIN.issuperset(map(type, first)):
+        return first
+    return [next((x for x in map(state.get, names) if isinstance(x, Tensor)), None) for state in states.values()]
 
 
 def _norm_of(*names: str) -> OfProducts:
-    return OfProducts("norm", torch.sqrt, lambda states: {p: [(t, t)] for p, t in _first_of(states, names).items()})
+    return OfProducts("norm", torch.sqrt, lambda states: [(found := _first_of(states, *names), found)])
 
 
 def _with_momentum(states: Mapping[int, State]) -> _Pairs:
-    found = {}
-    for position, momentum in _first_of(states, ("exp_avg", "momentum_buffer")).items():
-        gradient = states[position]["grad"]
-        if gradient is not None and momentum.shape == gradient.shape:
-            found[position] = [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
-    return found
+    momenta = _first_of(states, "exp_avg", "momentum_buffer")
+    gradients = [state["grad"] for state in states.values()]
+    for place, (gradient, momentum) in enumerate(zip(gradients, momenta, strict=True)):
+        if gradient is None or momentum is None or momentum.shape != gradient.shape:
+            gradients[place] = None
+    return [(gradients, momenta), (gradients, gradients), (momenta, momenta)]
 
 
 def _with_change(states: Mapping[int, State]) -> _Pairs:
-    return {p: [(x["param"], x["param"]), (x["param"], x["change"]), (x["change"], x["change"])] for p, x in states.items()}
+    before, changes = [x["param"] for x in states.values()], [x["change"] for x in states.values()]
+    return [(before, before), (before, changes), (changes, changes)]
 
 
 class OutOfStep:
@@ -110,37 +107,44 @@ class OutOfStep:
         return None if sums is None else ("rms", sums)
 
 
-#: A metric whose values follow from inner products, the keys of its values by position, and the pairs.
-_Products = tuple[Metric, dict[int, Key], _Pairs]
+#: A metric whose values follow from inner products, the keys of all its values, the positions of those that have pairs, and these.
+_Products = tuple[Metric, dict[int, Key], list[int], _Pairs]
 
 
-def _together(wanted: Sequence[_Products], own_part: Callable[[Tensor], Tensor]) -> Iterable[Sequence[_Products]]:
+def _numbered(wanted: Sequence[_Products]) -> tuple[list[Sequence[Tensor]], list[tuple[int, int]], list[list[tuple[int, int]]]]:
+    """The columns in pairs and pairs of their numbers, each once though several metrics may need it, and the pairs of each metric."""
+    columns = {id(column): column for *_, pairs in wanted for pair in pairs for column in pair}
+    contents = {number: (*map(id, column),) for number, column in columns.items()}
+    once = dict(zip(contents.values(), columns.values(), strict=True))
+    number = dict(zip(once, count()))
+    kinds = [[(number[contents[id(a)]], number[contents[id(b)]]) for a, b in pairs] for *_, pairs in wanted]
+    return [*once.values()], [*dict.fromkeys(chain.from_iterable(kinds))], kinds
+
+
+def _where(there: Sequence[bool], pairs: _Pairs) -> _Pairs:
+    return [([*compress(first, there)], [*compress(second, there)]) for first, second in pairs]
+
+
+def _apart(wanted: Sequence[_Products], own_part: Callable[[Tensor], Tensor]) -> Iterable[Sequence[_Products]]:
     """What can be computed together, of the part of each tensor that this rank has. A parameter is left out if a tensor of its pairs
     cannot be read, or lies on another device.
     """
-    every = [tensor for *_, pairs in wanted for of_one in pairs.values() for pair in of_one for tensor in pair]
+    every = [tensor for *_, pairs in wanted for pair in pairs for column in pair for tensor in column]
     tensors = dict(zip(map(id, every), every, strict=True))
     if not tensors or as_plain(together := list(tensors.values())) or on_accelerator(together):
         return [wanted] if tensors else []
     parts = {number: own_part(tensor) for number, tensor in tensors.items()}  # of a tensor in several pairs there is one
     groups: dict[torch.device, list[_Products]] = {}
-    for metric, keys, pairs in wanted:
-        readable: dict[torch.device, dict[int, Sequence[_Pair]]] = {}
-        for position, of_one in pairs.items():
-            own = [(parts[id(a)], parts[id(b)]) for a, b in of_one]
-            devices = {tensor.device for pair in own for tensor in pair}
-            if len(devices) == 1 and all(refusal(tensor) is None for pair in own for tensor in pair):
-                readable.setdefault(devices.pop(), {})[position] = own
-        for device, own_pairs in readable.items():
-            groups.setdefault(device, []).append((metric, keys, own_pairs))
+    for metric, keys, positions, pairs in wanted:
+        own = [([parts[id(a)] for a in first], [parts[id(b)] for b in second]) for first, second in pairs]
+        devices: list[torch.device | None] = []
+        for of_one in zip(*chain.from_iterable(own), strict=True):
+            is_readable = len({tensor.device for tensor in of_one}) == 1 and all(refusal(tensor) is None for tensor in of_one)
+            devices.append(of_one[0].device if is_readable else None)
+        for device in dict.fromkeys(filter(None, devices)):
+            there = [each == device for each in devices]
+            groups.setdefault(device, []).append((metric, keys, [*compress(positions, there)], _where(there, own)))
     return groups.values()
-
-
-def _at(products: Tensor, places: Sequence[int]) -> Tensor:
-    """The products at these places: slices, since places would be copied to the device, which waits for it."""
-    starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1] + 1]
-    runs = [products[places[start] : places[start] + stop - start] for start, stop in pairwise([*starts, len(places)])]
-    return runs[0] if len(runs) == 1 else torch.cat(runs)
 
 
 #: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's
@@ -343,28 +347,34 @@ class Measurer:
             if hasattr(metric.function, "pairs"):
                 states = {position: wanted.tensors[position] for position in keys if position in due}
                 pairs = metric.function.pairs(states)  # type: ignore[union-attr]
-                without = states.keys() - pairs.keys()
-                for position in sorted(without):
+                there = [tensor is not None for tensor in pairs[0][0]]
+                for position in sorted(compress(states, map(not_, there))):
                     buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = NO_STATE
-                done[metric.name] |= without
-                found += [(metric, keys, pairs)] if pairs else []
-        for together in _together(found, lambda tensor: self.ranks.own_part(tensor, spread=False)):
-            columns = [[*zip(*pairs.values(), strict=True)] for *_, pairs in together]
-            every = [pair for of in columns for column in of for pair in column]
-            kinds = [*zip(map(id, map(_FIRST, every)), map(id, map(_SECOND, every)), strict=True)]
-            once = dict(zip(kinds, every, strict=True))  # a pair that several metrics need is computed once
-            places = map(dict(zip(once, count())).__getitem__, kinds)
+                    done[metric.name].add(position)
+                if any(there):
+                    found.append((metric, keys, [*compress(states, there)], pairs if all(there) else _where(there, pairs)))
+        numbered, kernel, at_once = _numbered(found), self.statistics.kernel, None
+        try:
+            at_once = None if kernel is None or not found else kernel.products_at_once(*numbered[:2], plan.source)
+        except Exception:  # what is called then fails too
+            at_once = None
+        for together in _apart(found, partial(self.ranks.own_part, spread=False)) if at_once is None else [found]:
+            columns, once, kinds = numbered if together is found else _numbered(together)
             try:
-                products = self.statistics.inner_products([*map(_FIRST, once.values())], [*map(_SECOND, once.values())])
+                products = at_once
+                if products is None:
+                    sides = ([*chain.from_iterable(columns[pair[side]] for pair in once)] for side in (0, 1))
+                    products = self.statistics.inner_products(*sides)
+                found_for = dict(zip(once, torch.split(products, [len(columns[first]) for first, _ in once]), strict=True))
                 values = [
-                    metric.function.value(*[_at(products, [*islice(places, len(pairs))]) for _ in of])  # type: ignore[union-attr]
-                    for (metric, _, pairs), of in zip(together, columns, strict=True)
+                    metric.function.value(*map(found_for.__getitem__, of_metric))  # type: ignore[union-attr]
+                    for (metric, *_), of_metric in zip(together, kinds, strict=True)
                 ]
             except Exception:  # whose tensor it was is found out where they are called one by one
                 continue
-            for (metric, keys, pairs), own in zip(together, values, strict=True):
-                buffer.put_values([keys[position] for position in pairs], own)
-                done[metric.name] |= pairs.keys()
+            for (metric, keys, positions, _), own in zip(together, values, strict=True):
+                buffer.put_values([*map(keys.__getitem__, positions)], own)
+                done[metric.name].update(positions)
         return done
 
     def _shardwise(self, wanted: Measurement, position: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from itertools import chain, compress, cycle
 from operator import not_
@@ -42,23 +42,35 @@ class CppStatistics(EagerStatistics):
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
-        self._kernel, self._entry, self._one_row = kernel, (ctypes.c_int64 * 4)(), _Row()
+        self._kernel = kernel
         # by use: what the kernel got in its last call; how many tensors torch's guards know, negative if they cannot tell; and these guards
-        self._known: dict[str, tuple[array[int], int, Any]] = {}
+        self._known: dict[Hashable, tuple[array[int], int, Any]] = {}
 
     def row_of(
-        self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
+        self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None, use: Hashable = None
     ) -> list[float] | None:
-        """The row of one CPU tensor of any size as numbers; see :meth:`EagerStatistics.row_of`. Always has all columns."""
-        kind = _KINDS.get(tensor.dtype)
-        if kind is None or not is_plain(tensor) or not tensor.is_contiguous() or tensor.is_neg():
+        """As :meth:`EagerStatistics.row_of`, of tensors of any size, and always with all columns. ``use``: as of :meth:`at_once`."""
+        last, known, guards = self._known.get(use) or _UNKNOWN
+        if guards is not None and guards.check(tensor):
+            entry = array("q", (tensor.data_ptr(), 0, last[2], last[3]))
+        else:
+            kind = _KINDS.get(tensor.dtype)
+            if kind is None or not is_plain(tensor) or not tensor.is_contiguous() or tensor.is_neg():
+                return None
+            entry = array("q", (tensor.data_ptr(), 0, tensor.numel(), kind))
+            self._learn(use, last, known, entry, [tensor])
+        if entry[2] and not entry[0]:
             return None
-        self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), kind]
-        if self._entry[2] and not self._entry[0]:
-            return None
-        scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
-        nonfinite = self._kernel.rows(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row, None)
-        return None if nonfinite else self._one_row[:]
+        scale, limit, row = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32), _Row()
+        nonfinite = self._kernel.rows(1, entry.buffer_info()[0], scale, limit, torch.get_num_threads(), row, None)
+        return None if nonfinite else row[:]
+
+    def _learn(self, use: Hashable, last: array[int], known: int, entries: array[int], tensors: Sequence[Tensor]) -> None:
+        """Guards cost as much as they save in one call, so they are made for what has come twice."""
+        if use and (known > 0 or last[2::4] != entries[2::4] or last[3::4] != entries[3::4]):
+            self._known[use] = entries, 0, None
+        elif use and known == 0:
+            self._known[use] = entries, *_guards(tensors)
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
         found = self.at_once(tensors, request.eps, request.inverse_scale, minus)
@@ -76,8 +88,8 @@ class CppStatistics(EagerStatistics):
         are finite. None if :meth:`rows` must be used: the kernel cannot read all. ``use``: names calls that usually get tensors alike.
         """
         number, every = len(tensors), tensors if minus is None else [*tensors, *minus]
-        last, count, guards = self._known.get(use) or _UNKNOWN
-        is_known = guards is not None and count == len(every) and guards.check(*every)
+        last, known, guards = self._known.get(use) or _UNKNOWN
+        is_known = guards is not None and known == len(every) and guards.check(*every)
         addresses = [*map(Tensor.data_ptr, every)] if is_known else []
         # those without elements have none, nor does freed memory
         if is_known and (all(addresses) or not any(compress(cycle(last[2::4]), map(not_, addresses)))):
@@ -90,11 +102,7 @@ class CppStatistics(EagerStatistics):
             if torch._C._functorch.peek_interpreter_stack() is not None or (read := _entries(tensors, minus)) is None:
                 return None
             entries = read
-            # guards cost as much as they save in one call, so they are made for what has come twice
-            if use and (count > 0 or last[2::4] != entries[2::4] or last[3::4] != entries[3::4]):
-                self._known[use] = entries, 0, None
-            elif use and count == 0:
-                self._known[use] = entries, *_guards(every)
+            self._learn(use, last, known, entries, every)
         rows, total = torch.empty(number, WIDTH, dtype=torch.float64, device="cpu"), _Row()
         scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
         if self._kernel.rows(number, entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr(), total):
@@ -122,8 +130,6 @@ class CppStatistics(EagerStatistics):
         if not first[0].is_cpu:
             return super().inner_products(first, second)
         with torch.no_grad():
-            if entries := _entries(first, second):
-                return self._products(entries)
             pairs = list(map(flat_pair, first, second))  # in any memory format
             found = {place: entry for place, (a, b) in enumerate(pairs) if (entry := _entries([a], [b]))}
             products = torch.empty(len(pairs), dtype=torch.float64, device="cpu")
@@ -132,6 +138,21 @@ class CppStatistics(EagerStatistics):
             if found:
                 products[[*found]] = self._products(array("q", chain.from_iterable(found.values())))
             return products
+
+    def products_at_once(self, columns: Sequence[Sequence[Tensor]], pairs: Sequence[tuple[int, int]], use: str) -> Tensor | None:
+        """As :meth:`inner_products`, of pairs of columns by number, if all are plain. ``use``: as of :meth:`at_once`."""
+        kind, every = (use, (*map(len, columns),), (*pairs,)), [*chain.from_iterable(columns)]
+        last, known, guards = self._known.get(kind) or _UNKNOWN
+        addresses = [array("q", map(Tensor.data_ptr, column)) for column in columns]
+        if guards is not None and guards.check(*every) and all(map(all, addresses)):
+            entries = last[:]  # other threads may read them
+            for side in (0, 1):
+                entries[side::4] = array("q", chain.from_iterable(addresses[pair[side]] for pair in pairs))
+            return self._products(entries)
+        read = _entries(*([*chain.from_iterable(columns[pair[side]] for pair in pairs)] for side in (0, 1)))
+        if read is not None:
+            self._learn(kind, last, known, read, every)
+        return None if read is None else self._products(read)
 
     def _products(self, entries: array[int]) -> Tensor:
         products = torch.empty(len(entries) // 4, dtype=torch.float64, device="cpu")
