@@ -50,6 +50,8 @@ if TYPE_CHECKING:  # imported where they are asked for
 
 _MARK = "torch_gradmon"
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_has_grad, _set_grad, _running_task = torch.is_grad_enabled, torch._C._set_grad_enabled, torch._C._current_graph_task_id
+_interpreter = torch._C._functorch.peek_interpreter_stack
 
 
 def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
@@ -134,13 +136,13 @@ class ModuleCalls:
                 self._part_called(module, value)  # this may begin a step of a model that is called by its parts
             if self._buffer is None or passes.is_paused or (passes.captures is not None and passes.captures()):
                 return
-            if torch._C._functorch.peek_interpreter_stack() is not None:
+            if _interpreter() is not None:
                 self._buffer.absent.setdefault(place, "inside a torch.func transform")
                 return
-            start, grad = time.perf_counter(), torch.is_grad_enabled()
+            start, grad = time.perf_counter(), _has_grad()
             try:
                 # inside a backward pass the forward is a recomputation; grad mode does not show it, since checkpointing switches it
-                recomputed = torch._C._current_graph_task_id() != -1
+                recomputed = _running_task() != -1
                 trains = passes.root_trains if passes.root_trains is not None else passes.trains(module)
                 if recomputed or trains:
                     known = self.numbers.get(place, 0)
@@ -152,7 +154,7 @@ class ModuleCalls:
                     if grad and self._gradients_due and values.wants(_GRADIENT_OF[source], name):
                         self._follow(_GRADIENT_OF[source], name, value, call)
                     if not recomputed:
-                        torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
+                        _set_grad(False)  # the context manager costs as much as a small operation
                         columns = values.asked.simple.get(place) if isinstance(value, Tensor) else None
                         rows = values.rows if columns is None or value.is_cpu else values.device_rows
                         if columns is None or not rows.measure(source, name, columns, value, None):
@@ -163,7 +165,7 @@ class ModuleCalls:
             except Exception as error:
                 self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
             finally:
-                torch._C._set_grad_enabled(grad)
+                _set_grad(grad)
             self._fence.seconds += time.perf_counter() - start
 
     def _part_called(self, module: nn.Module, value: Any) -> None:

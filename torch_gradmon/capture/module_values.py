@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ..core import keys as n
 from ..core.errors import WarningLog
 from ..core.keys import ACTIVATION, UNDEFINED, Key
-from ..core.moments import ALL_COLUMNS, Column
+from ..core.moments import ALL_COLUMNS, WIDTH, Column
 from ..core.records import Block, ForModule, Metric, StatsTable
 from ..core.torch_modes import current_stream, keep_for_current_stream, on_stream, spare_memory, stream_number
 from ..statistics.dispatch import Statistics
@@ -361,7 +362,8 @@ class HostRows:
         """Measure a CPU tensor into numbers, or copy a small one. Returns False if neither is possible."""
         if inverse_scale is not None and not inverse_scale.is_cpu:
             return False
-        row = self._statistics.row_of(tensor, columns, inverse_scale)
+        statistics = self._statistics
+        row = (statistics.kernel or statistics).row_of(tensor, columns, statistics.eps, inverse_scale, (source, path))
         if row is None:
             if not (is_plain(tensor) and tensor.numel() <= SMALL and tensor.dtype in NARROW):
                 return False
@@ -387,14 +389,17 @@ class HostRows:
         together = frozenset[Column]().union(*{of for of, _ in small})
         waited = iter(self._statistics.measure([tensor for _, tensor in small], together).tolist())
         rows = [next(waited) if row is None else row for (*_, is_table), _, row in measured if not is_table]
-        table = iter(torch.tensor(rows, dtype=torch.float64, device="cpu"))
+        # a copy: a thread that frees the last tensor in memory of Python's waits for the interpreter
+        table, start = torch.frombuffer(array("d", chain.from_iterable(rows)), dtype=torch.float64).view(-1, WIDTH).clone(), 0
         for (source, columns, is_table), calls in groupby(measured, _KIND):
             if is_table:  # they may lie on several devices
                 for _, paths, row in calls:
                     self._buffer.merge_rows(source, paths, row, columns)  # type: ignore[arg-type]
             else:
                 paths = [path for _, of_call, _ in calls for path in of_call]
-                self._buffer.merge_rows(source, paths, [*islice(table, len(paths))], together if columns is None else columns)
+                start += len(paths)
+                own = table[start - len(paths) : start]
+                self._buffer.merge_rows(source, paths, own, together if columns is None else columns)
 
 
 # --- Rows of tensors on accelerators, which are copied in one launch each and measured many at once ---
