@@ -344,7 +344,8 @@ class _Source:
     whole: tuple[Sequence[str], Tensor] | None = None  # what was put, where it came at once and nobody has asked for single rows
     places: Rows = field(default_factory=dict)  # what was put otherwise
     last: Tensor | None = None  # of these, the rows that were put last
-    parts: dict[str, list[Tensor]] = field(default_factory=dict)  # what merges
+    merging: dict[str, list[Tensor]] = field(default_factory=dict)  # what merges, but for the first table of several
+    table: tuple[Sequence[str], Tensor] | None = None
     exchanged: set[str] = field(default_factory=set)  # whose rows are merged over ranks
     totals: list[float] | None = None  # the rows of `whole` merged into one, where that is known
 
@@ -355,6 +356,14 @@ class _Source:
             (names, rows), self.whole = self.whole, None
             self.places = dict(zip(names, zip(repeat(rows), count()), strict=False))
         return self.places
+
+    @property
+    def parts(self) -> dict[str, list[Tensor]]:
+        """What merges."""
+        if self.table is not None:
+            (names, rows), self.table = self.table, None
+            self.merging = {name: [row] for name, row in zip(names, rows, strict=True)}
+        return self.merging
 
 
 class StepBuffer:
@@ -431,7 +440,11 @@ class StepBuffer:
         """Merge statistics of one micro-batch or call with those of the same names."""
         if len(rows) and not rows[0].is_cpu:
             self._note_stream(rows[0].device)
-        known = self._source(source, columns).parts
+        of = self._source(source, columns)
+        if of.table is None and not of.merging and isinstance(rows, Tensor) and len({*names}) == len(rows) > 1:
+            of.table = names, rows
+            return
+        known = of.parts
         for name, row in zip(names, rows, strict=True):
             parts = known.setdefault(name, [])
             parts.append(row)
@@ -461,7 +474,7 @@ class StepBuffer:
             of.places = {}  # in this order on each rank, whatever it has had itself: sums are then the same
         self.put_rows(source, names, rows, columns)
         if of.parts:
-            of.parts = {name: parts for name, parts in of.parts.items() if name not in of.rows}
+            of.merging = {name: parts for name, parts in of.parts.items() if name not in of.rows}
         of.exchanged.update(names)
 
     def merged_rows_of_calls(self) -> dict[tuple[str, str], Tensor]:
@@ -614,7 +627,7 @@ class StepBuffer:
             else:
                 are_all = of.whole is not None and gone.issuperset(of.whole[0])
                 of.places = {} if are_all else {name: place for name, place in of.rows.items() if name not in gone}
-                of.whole, of.parts = None, {name: parts for name, parts in of.parts.items() if name not in gone}
+                of.whole, of.merging = None, {name: parts for name, parts in of.parts.items() if name not in gone}
         for key in [*self._values, *self._finals]:
             if key.source == source and (gone is None or key.name in gone):
                 self._values.pop(key, None)
@@ -690,7 +703,7 @@ class StepBuffer:
             parts = {name: rows for name, rows in was.parts.items() if is_left(source, name)}
             for name, rows in of.parts.items():
                 parts.setdefault(name, []).extend(rows)
-            of.parts = parts
+            of.merging = parts
         since, self._values = self._values, {}
         for key, value in earlier._values.items():
             is_replaced = key in since and since[key].replaces
@@ -775,6 +788,10 @@ class PendingReadback:
         self.buffer = buffer
         self.extras: dict[str, Tensor] = {}  # what plugins have sent along, once the copy has landed: float64
         self.rows: list[tuple[Identities, int, Tensor]] = []  # logged ones, likewise
+        for source, of in [*buffer._sources.items()]:
+            if of.whole is None and not of.places:  # it only merges: behind the others
+                buffer._sources[source] = buffer._sources.pop(source)
+                of.whole, of.table, of.totals = of.table, None, None
         # merged on the host, which is cheaper than one launch for each
         self._parts = buffer._parts() if any(map(_PARTS_OF, buffer._sources.values())) else []
         self._flags: dict[Key, Tensor] = {}
@@ -816,14 +833,13 @@ class PendingReadback:
         blocks = dict(zip(self._blocks, host, strict=False))
         tables: dict[str, StatsTable] = {}
         places = {} if self._is_plain else self._places(blocks, host)
-        for source in buffer._sources if self._is_plain else places:
-            of = buffer._sources[source]
+        for source, of in buffer._sources.items():
             if of.whole is not None:
-                names, rows = tuple(of.whole[0]), blocks.get(id(of.whole[1]), of.whole[1])
+                names, rows, totals = tuple(of.whole[0]), blocks.get(id(of.whole[1]), of.whole[1]), of.totals
+            elif where := places.get(source):
+                names, rows, totals = tuple(where), _rows_at(where.values(), blocks), None
             else:
-                where = places.get(source, of.places)
-                names, rows = tuple(where), _rows_at(where.values(), blocks)
-            totals = None if of.whole is None else of.totals
+                continue
             if of.exchanged and not bool((rows[:, Column.COUNT] > 0).all()):  # no rank had any of some
                 counts, totals = rows[:, Column.COUNT].tolist(), None
                 some = [count > 0 or name not in of.exchanged for name, count in zip(names, counts, strict=True)]
@@ -846,9 +862,13 @@ class PendingReadback:
             if not is_there:
                 values.pop(key, None)
         if buffer._finals:
-            vectors = {id(vector): blocks.get(id(vector), vector) for vector, _ in buffer._finals.values()}
-            finals = {number: vector.tolist() for number, vector in vectors.items()}
-            values.update({key: finals[id(vector)][place] for key, (vector, place) in buffer._finals.items()})
+            vectors = [*map(_BLOCK, buffer._finals.values())]
+            once = dict(zip(map(id, vectors), vectors, strict=True))
+            finals = {number: blocks.get(number, vector).tolist() for number, vector in once.items()}
+            if sum(map(len, finals.values())) == len(vectors):  # nothing of them was dropped or replaced
+                values.update(zip(buffer._finals, chain.from_iterable(finals.values()), strict=True))
+            else:
+                values.update({key: finals[id(vector)][place] for key, (vector, place) in buffer._finals.items()})
         self.extras = dict(zip(buffer.extras, host, strict=False))
         for ids, length, _ in buffer.rows:
             self.rows.append((ids, length, next(host)))
@@ -859,17 +879,13 @@ class PendingReadback:
         """Where the rows of each source are: those that were put, and parts, which are the next ones on the ``host``; ``blocks``, which
         gets these: what was put by the id of the tensor in places, where it comes from a device.
         """
-        found: dict[str, Rows] = {}
-        for source, of in self.buffer._sources.items():
-            if of.whole is not None and not of.parts:
-                found[source] = {}  # no row has to be looked up
-            elif of.rows:
-                found[source] = of.rows.copy()
+        sources = self.buffer._sources.items()
+        found = {source: of.rows.copy() for source, of in sources if of.whole is None or of.parts}
         if self._parts:
             owners = [number for number, (*_, parts) in enumerate(self._parts) for _ in parts]
             rows = next(host) if self._are_stacked else torch.stack([*islice(host, len(owners))])
             rows = rows if len(owners) == len(self._parts) else merge_by_group(rows, owners, len(self._parts))
             blocks[id(rows)] = rows
             for row, (source, name, _) in enumerate(self._parts):
-                found.setdefault(source, {})[name] = rows, row
+                found[source][name] = rows, row
         return found

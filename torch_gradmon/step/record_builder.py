@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..core import keys as n
@@ -29,12 +30,14 @@ _UNDEFINED = {
     (n.UPDATE, "growth"): "the parameter is zero before the step",
     (n.ACTIVATION, "spectral_alignment"): "the weight is zero",
 }
-_CLASS_OF_HISTOGRAM = f"{HISTOGRAM_NAME}."
+_CLASS_OF_HISTOGRAM, _METRIC = f"{HISTOGRAM_NAME}.", attrgetter("metric")
 _ATTENTION = frozenset(n.ATTENTION_SOURCES.values())
 
 
-def _defined(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) -> dict[Key, float]:
+def _defined(custom: dict[Key, float], absent: dict[tuple[str, str], str]) -> dict[Key, float]:
     """``custom`` without values that the device marked as undefined, nor empty classes of histograms, which most are."""
+    if n.UNDEFINED not in custom.values() and not any(name.startswith(_CLASS_OF_HISTOGRAM) for name in {*map(_METRIC, custom)}):
+        return custom
     found: dict[Key, float] = {}
     classes: dict[tuple[str, str], bool] = {}  # by source and name, whether any has an element
     for key, value in custom.items():
