@@ -122,7 +122,7 @@ class TestCompiled:
         x = (torch.randn(size) * 1e-3).to(dtype)
         x[::7] = 0
         oracle.check(views(oracle.measured(fused, [x])[0]), x)
-        row = fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS)
+        row = fused.row_of(x, DEFAULT_EPS)
         if row is not None:  # None: somebody has to look closer
             oracle.check(views(torch.tensor(row, dtype=torch.float64)), x)
 
@@ -277,8 +277,8 @@ class TestCompiled:
             patch.setattr(fused, "_kernel", fused._kernel._replace(rows=counted))
             rows = oracle.measured(fused, table)
             assert calls == [1]
-            assert fused.row_of(far, ALL_COLUMNS, DEFAULT_EPS) == rows[1].tolist()
-            assert fused.row_of(table[3], ALL_COLUMNS, DEFAULT_EPS) is None
+            assert fused.row_of(far, DEFAULT_EPS) == rows[1].tolist()
+            assert fused.row_of(table[3], DEFAULT_EPS) is None
             assert calls == [1, 0, 1]
         for x, row, single in zip(table, rows, alone, strict=True):
             assert torch.allclose(row, single, rtol=0, atol=0, equal_nan=True)
@@ -294,17 +294,17 @@ class TestCompiled:
 
     def test_a_negative_view_has_its_own_sign(self, fused: CppStatistics) -> None:
         x = torch._neg_view(torch.rand(1000) + 1)
-        assert fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS) is None
+        assert fused.row_of(x, DEFAULT_EPS) is None
         oracle.check(views(oracle.measured(fused, [x])[0]), x)
 
     @pytest.mark.parametrize("size", [100, 100_000, 1_000_003], ids=str)
     def test_the_row_is_the_same_to_the_bit_alone_together_and_with_any_threads(self, fused: CppStatistics, size: int) -> None:
         x, threads = torch.randn(size), torch.get_num_threads()
-        alone = fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS)
+        alone = fused.row_of(x, DEFAULT_EPS)
         try:
             for number in (1, 2, 3):
                 torch.set_num_threads(number)
-                assert fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS) == alone
+                assert fused.row_of(x, DEFAULT_EPS) == alone
                 together = oracle.measured(fused, [torch.randn(7), x, torch.randn(300_000), x])
                 assert together[1].tolist() == together[3].tolist() == alone
         finally:
@@ -338,7 +338,7 @@ class TestCompiled:
             x = (0.1 + spread * torch.randn(size)).to(dtype)
             for row in (
                 oracle.measured(fused, [x])[0],
-                torch.tensor(fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS), dtype=torch.float64),
+                torch.tensor(fused.row_of(x, DEFAULT_EPS), dtype=torch.float64),
             ):
                 oracle.check(views(row), x)
 
@@ -382,7 +382,7 @@ class TestCompiled:
             oracle.check(views(oracle.measured(fused, [x], minus=[y])[0]), x.float() - y.float())
             both = oracle.measured(fused, [x], inverse_scale=scale, minus=[y])[0]
             oracle.check(views(both), x.float() * scale - y.float())
-            row = fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS, scale)
+            row = fused.row_of(x, DEFAULT_EPS, scale)
             assert row is not None
             oracle.check(views(torch.tensor(row, dtype=torch.float64)), x.float() * scale)
 
@@ -402,7 +402,7 @@ class TestCompiled:
     def test_the_row_is_the_same_whatever_columns_are_asked_for(self, fused: CppStatistics) -> None:
         x = torch.randn(10_000) + 3  # looked at twice, since the mean is large
         for columns in ({Column.SQUARE_SUM}, {Column.SUM, Column.SQUARE_SUM}, ALL_COLUMNS):
-            assert oracle.measured(fused, [x], frozenset(columns))[0].tolist() == fused.row_of(x, frozenset(columns), DEFAULT_EPS)
+            assert oracle.measured(fused, [x], frozenset(columns))[0].tolist() == fused.row_of(x, DEFAULT_EPS)
             assert torch.equal(oracle.measured(fused, [x], frozenset(columns)), oracle.measured(fused, [x]))
 
     def test_all_threads_take_subnormal_numbers_for_what_the_caller_does(self, fused: CppStatistics) -> None:
@@ -411,9 +411,9 @@ class TestCompiled:
             pytest.skip("this processor does not flush")
         try:
             torch.set_num_threads(1)
-            expected = fused.row_of(x, ALL_COLUMNS, 0.0)
+            expected = fused.row_of(x, 0.0)
             torch.set_num_threads(2)
-            assert all(fused.row_of(x, ALL_COLUMNS, 0.0) == expected for _ in range(5))
+            assert all(fused.row_of(x, 0.0) == expected for _ in range(5))
         finally:
             torch.set_flush_denormal(False)
             torch.set_num_threads(threads)
@@ -421,7 +421,7 @@ class TestCompiled:
     def test_memory_that_was_freed_is_not_read(self, fused: CppStatistics) -> None:
         x = torch.randn(1000)
         x.untyped_storage().resize_(0)
-        assert fused.row_of(x, ALL_COLUMNS, DEFAULT_EPS) is None
+        assert fused.row_of(x, DEFAULT_EPS) is None
 
     def test_it_makes_no_copy(self, fused: CppStatistics) -> None:
         x = torch.randn(5_000_000)

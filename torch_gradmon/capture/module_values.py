@@ -362,8 +362,9 @@ class HostRows:
         """Measure a CPU tensor into numbers, or copy a small one. Returns False if neither is possible."""
         if inverse_scale is not None and not inverse_scale.is_cpu:
             return False
-        statistics = self._statistics
-        row = (statistics.kernel or statistics).row_of(tensor, columns, statistics.eps, inverse_scale, (source, path))
+        row, kernel = None, self._statistics.kernel
+        if kernel is not None:
+            row = kernel.row_of(tensor, self._statistics.eps, inverse_scale, (source, path))
         if row is None:
             if not (is_plain(tensor) and tensor.numel() <= SMALL and tensor.dtype in NARROW):
                 return False

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.moments import ALL_COLUMNS, WIDTH, Column
+from ..core.moments import ALL_COLUMNS, WIDTH
 from .eager import EagerStatistics, measure_precisely, needs_precise_pass
 from .request import Batch, Request, are_alike, as_plain, dtype_of, flat_pair, is_plain, threshold
 
@@ -27,6 +27,8 @@ from .request import Batch, Request, are_alike, as_plain, dtype_of, flat_pair, i
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _Row = ctypes.c_double * WIDTH
 _UNKNOWN: tuple[array[int], int, Any] = array("q"), 0, None
+#: The largest number of uses whose tensors are known.
+_MOST = 10_000
 #: Some compilers do not know the processor.
 _OPTIONS = (("-march=native",), ())
 
@@ -46,10 +48,10 @@ class CppStatistics(EagerStatistics):
         # by use: what the kernel got in its last call; how many tensors torch's guards know, negative if they cannot tell; and these guards
         self._known: dict[Hashable, tuple[array[int], int, Any]] = {}
 
-    def row_of(
-        self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None, use: Hashable = None
-    ) -> list[float] | None:
-        """As :meth:`EagerStatistics.row_of`, of tensors of any size, and always with all columns. ``use``: as of :meth:`at_once`."""
+    def row_of(self, tensor: Tensor, eps: float, inverse_scale: Tensor | None = None, use: Hashable = None) -> list[float] | None:
+        """The row of one CPU tensor, with all columns, as numbers equal to those of :meth:`rows`; None if that must be used. ``use``: as
+        of :meth:`at_once`.
+        """
         last, known, guards = self._known.get(use) or _UNKNOWN
         if guards is not None and guards.check(tensor):
             entry = array("q", (tensor.data_ptr(), 0, last[2], last[3]))
@@ -67,6 +69,8 @@ class CppStatistics(EagerStatistics):
 
     def _learn(self, use: Hashable, last: array[int], known: int, entries: array[int], tensors: Sequence[Tensor]) -> None:
         """Guards cost as much as they save in one call, so they are made for what has come twice."""
+        if len(self._known) > _MOST:
+            self._known.clear()
         if use and (known > 0 or last[2::4] != entries[2::4] or last[3::4] != entries[3::4]):
             self._known[use] = entries, 0, None
         elif use and known == 0:

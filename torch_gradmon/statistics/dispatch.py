@@ -65,13 +65,6 @@ class Statistics:
             self._complaints.add("triton", "Triton cannot be used, which makes statistics on the GPU slower, not wrong", error)
             return self._eager
 
-    def row_of(
-        self, tensor: Tensor, columns: frozenset[Column], eps: float, scale: Tensor | None, *_: object
-    ) -> list[float] | None:
-        """The row of one CPU tensor as numbers, or None if :meth:`measure` must be used. See :meth:`EagerStatistics.row_of`."""
-        with self._lock:
-            return self._of["cpu"].row_of(tensor, columns, eps, scale)
-
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
         return self._by_backend(first[0].device, "inner_products", first, second)
 

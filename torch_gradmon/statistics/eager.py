@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.moments import SUMMED, Column, from_columns, identity, merge
 from ..core.torch_modes import no_autocast, outside_dispatch_modes
-from .request import NARROW, Batch, Request, accumulator_dtype, filled, flat_pair, is_plain, threshold, threshold_of_squares
+from .request import Batch, Request, accumulator_dtype, filled, flat_pair, threshold, threshold_of_squares
 
 if TYPE_CHECKING:
     from .on_device import DeviceStatistics
@@ -240,17 +240,6 @@ class EagerStatistics:
         return found
 
     # --- one large tensor, block by block ---
-
-    def row_of(
-        self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
-    ) -> list[float] | None:
-        """The row of one large CPU tensor as numbers, equal to that of :meth:`rows`, with as few calls as possible: for hooks, which
-        get one tensor at a time. None if :meth:`rows` must be used.
-        """
-        if tensor.numel() <= SMALL or tensor.dtype not in NARROW or not is_plain(tensor) or not tensor.is_contiguous():
-            return None
-        row = self._row(tensor.detach().view(-1), None, Request(columns, eps, inverse_scale), torch.float32)
-        return None if any(needs_precise_pass([row], columns)) else row
 
     def _row(self, values: Tensor, minus: Tensor | None, request: Request, dtype: torch.dtype) -> list[float]:
         row = [0.0] * SUMMED + [math.inf, -math.inf]
