@@ -508,14 +508,16 @@ def _raised(history: History, loss: Series) -> list[Finding]:
 def _divergence(history: History, loss: Series) -> list[Finding]:
     tail, first = loss.part(0.8, 1), loss[:5].median
     fifth, tenth = _best(loss, 5), _best(loss, 10)
-    # for example, a wrong sign makes the loss rise at once and then rest
+    is_far = tail.median > _FAR_ABOVE * first
+    # for example, a wrong sign makes the loss rise at once and then rest; one that falls from there has a teacher that has moved away
     rose = tail.median - first > max((_ABOVE - 1) * first, _NOISES_ABOVE * spread(tail)) and first > 0
+    rose &= is_far or history.learning.state != "falls"
     best = next((part for part in (fifth, tenth) if _is_above(tail, part, first)), None)
     if best is None and not rose:
         return []
     best, is_back = best or fifth, tail.median <= first
-    is_far = tail.median > _FAR_ABOVE * first or tail.median > _LOST * best.median > 0
-    is_lost = is_far or is_back or (_is_steady(loss) and not tail.median < _HARDLY * history.chance.get("loss", 0.0))
+    is_lost = is_far or is_back or tail.median > _LOST * best.median > 0
+    is_lost |= _is_steady(loss) and not tail.median < _HARDLY * history.chance.get("loss", 0.0)
     evidence = {"loss at the beginning": first, "at its best": best.median, "at the end": tail.median}
     fate = "rises again, and loses a good part of its fall" if is_back else "rises, and ends above where it began"
     schedule = ", or end the schedule that raises it" if Precautions(history).raises else ""
