@@ -511,7 +511,7 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
     is_far = tail.median > _FAR_ABOVE * first
     # for example, a wrong sign makes the loss rise at once and then rest; one that falls from there has a teacher that has moved away
     rose = tail.median - first > max((_ABOVE - 1) * first, _NOISES_ABOVE * spread(tail)) and first > 0
-    rose &= is_far or history.learning.state != "falls"
+    rose &= is_far or trend(loss.part(_BEGINNING, 1))[0] != "falls"
     best = next((part for part in (fifth, tenth) if _is_above(tail, part, first)), None)
     if best is None and not rose:
         return []
