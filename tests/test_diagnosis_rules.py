@@ -900,7 +900,10 @@ def test_without_spikes_or_without_gradients_of_them_nothing_is_claimed() -> Non
             lambda step: 1.4 + _noise(step) if step > 10 else 1.0 + _noise(step),
             [("warning", "loss-divergence")],
         ),  # at once, then rests
-        (lambda step: (1.95 - step / 160 if step > 5 else 1.0) + _noise(step), []),  # at once, and falls since then
+        (
+            lambda step: (1.95 - step / 160 if step > 5 else 1.0) + _noise(step),
+            [("info", "loss-plateau")],
+        ),  # at once, and falls since then
         (lambda step: 1.1 + _noise(step) if step > 10 else 1.0 + _noise(step), [("warning", "loss-plateau")]),
         (
             lambda step: 2.0 + _noise(step) if step > 9 else 2.3 + _noise(step),
