@@ -1,0 +1,171 @@
+"""What the diagnosis says of whole programs, which strangers to its rules wrote: ``python -m benchmarks.external.whole``.
+
+Each file in ``programs/`` has a function ``train(watch)``; a faulty one takes ``mended``, too. Those of trainers run in the environments
+that ``make test`` makes for them. By the hash of its name a program is in the open half, on which rules may be tuned, or in the one that is
+held back. Which rules name a fault was decided by a reader of the programs and of the rules before any run:
+``programs/faults/rules.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import hashlib
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..machine import machine
+from ..report import RESULTS, ROOT
+
+PROGRAMS = Path(__file__).parent / "programs"
+SOUND, FAULTS = ("sound_first", "sound_second"), "faults"
+#: A fault counts as named where one of its rules is among this number of first findings, by a warning or an error.
+FIRST = 2
+SECONDS = 600
+
+
+class Watch:
+    """What a program calls where a user would add the one line."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory, self.watching = Path(directory), 0
+
+    def _options(self) -> dict[str, Any]:
+        self.watching += 1
+        return {"preset": "full", "on_spike": None, "run_dir": self.directory / f"{self.watching:03}"}
+
+    def __call__(self, model: Any, *optimizers: Any, scaler: Any = None) -> Any:
+        """Watch a model that a loop of the program's own trains."""
+        import torch_gradmon as gradmon
+
+        return gradmon.watch(model, *optimizers, scaler=scaler, **self._options())
+
+    def callbacks(self, trainer: str) -> list[Any]:
+        """Those for ``"lightning"`` or ``"transformers"``."""
+        adapter = importlib.import_module(f"torch_gradmon.integrations.{trainer}")
+        return [adapter.GradmonCallback(**self._options())]
+
+    def ignite(self, engine: Any, model: Any, *optimizers: Any) -> None:
+        """Watch what an Ignite engine trains."""
+        from torch_gradmon.integrations.ignite import GradmonHandler
+
+        GradmonHandler(**self._options()).attach(engine, model, *optimizers)
+
+
+@dataclass
+class Outcome:
+    """``found``: severity and rule of the findings of each monitor, ranked; ``error``: why the program ended, if it raised."""
+
+    program: str
+    half: str
+    measure: float | None = None
+    found: list[list[tuple[str, str]]] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def alarms(self) -> list[str]:
+        """Rules that warn."""
+        return [rule for found in self.found for severity, rule in found if severity != "info"]
+
+    def names(self, rules: Sequence[str]) -> bool:
+        """Whether a warning among the first ones has one of these rules, or ``watch`` has refused the loop."""
+        first = [rule for found in self.found for severity, rule in found[:FIRST] if severity != "info"]
+        return "ValueError" in self.error or not set(rules).isdisjoint(first)
+
+
+def half_of(path: Path) -> str:
+    """``"open"`` or ``"held back"``."""
+    return "open" if hashlib.sha1(path.stem.encode(), usedforsecurity=False).hexdigest()[0] in "01234567" else "held back"
+
+
+def judged(path: Path, mended: bool) -> Outcome:
+    """Run one program here, and diagnose what it has written."""
+    import torch
+
+    import torch_gradmon as gradmon
+
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("program", path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["program"] = module = importlib.util.module_from_spec(spec)
+    outcome = Outcome(f"{path.parent.name}/{path.stem}", half_of(path))
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            spec.loader.exec_module(module)
+            outcome.measure = float(module.train(Watch(directory), **({"mended": True} if mended else {})))
+        except Exception as error:  # also one of watch(), which refuses a loop with the reason
+            outcome.error = f"{type(error).__name__}: {error}"
+        for run in sorted(Path(directory).iterdir()):
+            outcome.found.append([(finding.severity, finding.rule) for finding in gradmon.load_run(run).diagnose().findings])
+    return outcome
+
+
+def in_process(path: Path, mended: bool) -> Outcome:
+    """The same in an interpreter of its own, that of the program's trainer."""
+    trainer = path.stem.partition("_")[0]
+    python = sys.executable if trainer == "plain" else str(ROOT / f".venv-{trainer}" / "bin" / "python")
+    command = [python, "-W", "ignore", "-m", __spec__.name, "--one", str(path), *(["--mended"] if mended else [])]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT)
+        found = json.loads(ran.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, IndexError, ValueError) as error:
+        return Outcome(f"{path.parent.name}/{path.stem}", half_of(path), error=f"not run: {error}")
+    return Outcome(**found)
+
+
+def lines(outcomes: Sequence[Outcome], rules: dict[str, dict[str, Any]], mended: bool) -> Iterator[str]:
+    """What is said of the two halves, and each program that is judged wrongly."""
+    for half in ("open", "held back"):
+        own = [outcome for outcome in outcomes if outcome.half == half]
+        sound = [outcome for outcome in own if mended or not outcome.program.startswith(FAULTS)]
+        yield f"{half}: {sum(bool(outcome.alarms) for outcome in sound)} of {len(sound)} sound programs with a warning"
+        yield from (f"  {each.program}: {', '.join(each.alarms)} {each.error}" for each in sound if each.alarms or each.error)
+        faulty = [] if mended else [each for each in own if each.program.startswith(FAULTS)]
+        seen = [(each, rules[each.program.partition("/")[2]]) for each in faulty]
+        seen = [(each, about) for each, about in seen if not about["out_of_sight"]]
+        yield f"{half}: {sum(each.names(about['rules']) for each, about in seen)} of {len(seen)} faults named"
+        for each, about in seen:
+            if not each.names(about["rules"]):
+                first = "; ".join(", ".join(rule for _, rule in found[:FIRST]) for found in each.found)
+                yield f"  {each.program}: {first or 'nothing'} instead of {', '.join(about['rules']) or 'a rule that is missing'}"
+
+
+def main() -> None:
+    """Run what is asked for, print it, and keep the result of a full run."""
+    parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only those whose set or name contains one of these")
+    parser.add_argument("--open", action="store_true", help="only those that rules may be tuned on")
+    parser.add_argument("--mended", action="store_true", help="the faulty ones with the wrong line put right")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one is not None:
+        print(json.dumps(asdict(judged(arguments.one, arguments.mended))))
+        return
+    every = [path for of in ([FAULTS] if arguments.mended else [*SOUND, FAULTS]) for path in sorted((PROGRAMS / of).glob("*.py"))]
+    chosen = [path for path in every if not arguments.names or any(name in str(path) for name in arguments.names)]
+    chosen = [path for path in chosen if not arguments.open or half_of(path) == "open"]
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        outcomes = list(pool.map(lambda path: in_process(path, arguments.mended), chosen))
+    rules = json.loads((PROGRAMS / FAULTS / "rules.json").read_text(encoding="utf-8"))
+    print("\n".join(lines(outcomes, rules, arguments.mended)))
+    if len(chosen) == len(every) and not arguments.mended:
+        result = {"machine": machine(), "date": datetime.date.today().isoformat(), "outcomes": list(map(asdict, outcomes))}
+        (RESULTS / "programs.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
