@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 # number of test processes
 WORKERS ?= 2
 # duration of the tests on two idle cores, and total size of their environments
-TEST_MINUTES := 19
+TEST_MINUTES := 45
 TEST_SIZE := 8.2 GB
 VENV := .venv
 DEMO := .venv-demo
