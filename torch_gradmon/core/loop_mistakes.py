@@ -58,8 +58,8 @@ backward-twice: warning, weight 120, from 3
     -> Compute the loss anew in each step, and call backward() on it once; retain_graph=True is for another loss of the same forward
     pass
 never-stepped: error, weight 120, from 1, silent
-    Gradients are computed and cleared again and again, and no optimizer has stepped so far
-    -> Call optimizer.step() after loss.backward()
+    Gradients are computed again and again, and no optimizer has stepped so far
+    -> Call optimizer.step() after loss.backward(); where a wrapper accumulates, as Accelerate's does, for each micro-batch
 unattached-optimizer: error, weight 120, from 1
     The parameters change, but the attached optimizer does not step: another one does, or the loop itself, and nothing is recorded
     -> Call monitor.detach(), then monitor.attach() with the optimizer whose step() the loop calls. If the loop itself updates the

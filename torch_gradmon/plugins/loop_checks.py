@@ -370,7 +370,7 @@ _CLEARED = 30
 #: The number of backward passes after which a few cleared sums are proof, too.
 _MANY, _TWICE = 100, 2
 #: The number of backward passes into one sum of gradients that would be an implausibly large batch.
-_SUMMED = 1000
+_SUMMED = 500
 
 
 class UnattachedUpdates:
