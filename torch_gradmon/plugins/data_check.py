@@ -71,7 +71,8 @@ class Acting:
         self._again: Tensor | None = None  # how many of the rows since the last step had a call before
         self._next = self._fresh = 0  # the place of the next row, and how many came since the last step
         self._sums = [0.0] * 5
-        self._steps = self._through = self._opposed = 0
+        self._steps = self._through = 0
+        self._opposed = 0  # how often what the model made went through its opponent
         self._passed = -1  # the last step in which another model was trained through this one
 
     @torch.inference_mode(False)
@@ -123,14 +124,10 @@ class Acting:
             return False
         self._through, self._passed = self._through + (step != self._passed), step
         for maker in makers if self._has_opponent else ():
-            maker.meet_opponent()
+            maker._opposed += 1
+            maker._judge()
         self._judge()
         return True
-
-    def meet_opponent(self) -> None:
-        """What the model made went through its opponent."""
-        self._opposed += 1
-        self._judge()
 
     @property
     def _has_opponent(self) -> bool:
@@ -204,7 +201,7 @@ def role_of(called: nn.Module, tensors: Sequence[Tensor], answers: Tensor) -> Ro
 
 
 def _nobody() -> None:
-    """The maker of what no followed network has made."""
+    """The network where none is known, such as the maker of what none has made."""
 
 
 @torch.no_grad()
@@ -508,7 +505,7 @@ class DataCheck(Check):
         self._targets, self._players = Targets(self.tallies), Players(self.tallies)
         self._acting = Acting(lambda **facts: self.context.annotate_run(**facts))
         self._parts: dict[int, _Part] = {}  # by the module's identity
-        self._root: weakref.ref[nn.Module] | None = None
+        self._root: Callable[[], nn.Module | None] = _nobody
         self._new_layers = MadeInForward()
         self._pushes: dict[Role, Tensor] = {}  # since the last step
         self._handles = Handles()
@@ -581,9 +578,8 @@ class DataCheck(Check):
         if self._look is None or self._look.step != step:
             self.context.call(self._began, module, step, args, kwargs)
         if (look := self._look) is not None:
-            if (
-                self._has_root and look.calls
-            ):  # a later call of the step, as that on a generator's samples behind one on true ones
+            # a later call of the step, as that on a generator's samples behind one on true ones
+            if self._has_root and look.calls:
                 self.context.call(self._passes_through, batch_tensors(args, kwargs), step)
             calls = look.of(module)
             calls.in_training |= module.training
@@ -609,9 +605,8 @@ class DataCheck(Check):
             self._look.tokens = tokens_of(module, args, kwargs)
 
     def _passes_through(self, tensors: Sequence[Tensor], step: int) -> bool:
-        root = None if self._root is None else self._root()
         is_made = len(tensors) > 0 and tensors[0].grad_fn is not None
-        return is_made and self._acting.passes_through(tensors[0], step, root)
+        return is_made and self._acting.passes_through(tensors[0], step, self._root())
 
     def _part_called(self, look: _Look, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What goes into one part of several is a batch unless another part or a parameter gave it."""
@@ -704,8 +699,7 @@ class DataCheck(Check):
             part.judge([found.get(f"{name}{part.name}") for name in ("fingerprint", "look", "sums")], record, self._varies)
             calls = seen.calls.get(module)  # the setup check has the mode of the whole model
             if part.has_modes and not self._has_root and calls is not None and calls.forwards:
-                root = None if self._root is None else self._root()
-                part.check("eval-mode", not calls.in_training and root is not None and root.training)
+                part.check("eval-mode", not calls.in_training and (root := self._root()) is not None and root.training)
         if rows is not None:
             self._acting.add(rows.tolist())
         if facts is not None:

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ..capture.hooks import Handles, Hook
+from ..core.torch_modes import has_group
 from ..step.model_index import PLAIN_GRADIENTS, ModelIndex, Place, parameters_of
 from ..step.planner import Planner
 from ..step.ranks import is_dtensor, local_part
@@ -39,10 +40,9 @@ class OwnershipChecks:
     def __init__(self, planner: Planner, tallies: Tallies, optimizers: Sequence[Optimizer]) -> None:
         assert planner.inventory is not None
         self._planner, self._tallies, self._inventory = planner, tallies, planner.inventory
-        inventory = planner.inventory
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._aliases = {name: tuple(others) for name, others in inventory.aliases.items()}
-        self._initial = {name: _identity(parameter) for name, parameter, _ in inventory.there()}
+        self._aliases = {name: tuple(others) for name, others in self._inventory.aliases.items()}
+        self._initial = {name: _identity(parameter) for name, parameter, _ in self._inventory.there()}
         self._hooked: set[str] = set()  # of the initial ones, those with hooks that are none of a monitor's
         self._unowned: Sample | None = None
         self._frozen: Sample | None = None  # some steps compare it before and after
@@ -203,10 +203,10 @@ class Rest:
     """Counts steps."""
 
     def __init__(self) -> None:
-        self.is_on = False  # the next step is skipped
         self._begin()
 
     def _begin(self) -> None:
+        self.is_on = False  # the next step is skipped
         self.clean, self._until, self._length = 0, TRUSTED, RESTED
 
     @property
@@ -217,7 +217,6 @@ class Rest:
         """Count a step, ``is_clean`` if it has no finding. Returns whether a pause begins or ends here."""
         was = self.is_on
         if not is_clean:
-            self.is_on = False
             self._begin()
             return was
         self.clean += 1
@@ -293,13 +292,10 @@ class LoopAudit(Check):
         self._probed = list(self._optimizers.values())[:_OPTIMIZERS]
         kind = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
         self._ddp = next((weakref.ref(child) for child in module.modules() if isinstance(child, kind)), None)
-        self._update_ranks()
+        self._has_ranks = has_group()
         for probed in self._probed:
             probed.choose_probe(self._planner.now())
         self._register()
-
-    def _update_ranks(self) -> None:
-        self._has_ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
 
     def _register(self) -> None:
         """Register one hook on each probe, a second one while values of its gradient are needed, and none in a pause."""
@@ -429,7 +425,7 @@ class LoopAudit(Check):
             self._step_began(probed, optimizer, has_closure)
         is_due = self._steps >= ownership.next_step or ownership.version != self._planner.version
         if is_due and ownership.step_began(self._steps):
-            self._update_ranks()
+            self._has_ranks = has_group()
         if is_due and self._steps >= _MANY * (len(self._optimizers) - 1) > 0:
             self._judge_resting()
 

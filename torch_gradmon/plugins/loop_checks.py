@@ -102,12 +102,11 @@ class Probe:
             if gradient is not self._last and interval.fired:
                 interval.synced = 0  # the loop has dropped the sum; the next one starts from zero
             self._last = _held(gradient)
+        interval.fired += 1
         if gradient is None or not is_plain(gradient):
-            interval.fired += 1
             interval.doubtful = True
             self.gradient = None
             return
-        interval.fired += 1
         if before is not None and not interval.doubtful:
             is_same = gradient is before  # what came was added to it
             writes = before._version - self.version - is_same  # others
@@ -244,13 +243,9 @@ class GradientWrites:
 
     def is_late_clip(self, dropped: Tensor) -> bool:
         """Whether a gradient that was written to after its step, then dropped, is not zero. Synchronises a few times."""
-        if self._late >= _LOOKS:
-            return True
-        if bool(dropped.any()):
-            self._late += 1
-            return True
-        self._late = 0
-        return False
+        if self._late < _LOOKS:
+            self._late = self._late + 1 if bool(dropped.any()) else 0
+        return self._late > 0
 
 
 def _factor(before: Tensor | None, after: Tensor, exact: float) -> float:
@@ -413,8 +408,7 @@ class UnattachedUpdates:
 
     def step_ended(self) -> None:
         """Start again after a step of the optimizer, or of another attached one with the same parameters."""
-        if self.passes:
-            self._most = max(self._most, self.passes)
+        self._most = max(self._most, self.passes)
         self.passes = self._moves = self._looks = 0
         self._is_certain, self._samples = False, []
 
@@ -692,9 +686,8 @@ class ProbedOptimizer:
         parameter = None if probe is None else probe.place()
         if probe is None or parameter is None or probe.interval.doubtful or not probe.interval.fired:
             return
-        if parameter.grad is not probe.gradient:
+        if probe.look(parameter) is not probe.gradient:
             return
-        probe.look(parameter)
         touched = probe.interval.touched
         if not touched or self._was_clipped(optimizer):
             self._tallies.check("clipped-while-scaled", touched, self.key, probe.name)

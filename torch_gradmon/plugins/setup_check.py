@@ -76,12 +76,10 @@ class Checks:
         for key, value in (self.dtype or {}).items():
             if not isinstance(value, torch.dtype):
                 raise TypeError(f"dtype={{{key!r}: {display(value)}}} must have a torch.dtype, such as torch.bfloat16")
-        for name, pattern in (
-            ("frozen", self.frozen),
-            ("trained", self.trained),
-            *(("dtype", each) for each in self.dtype or ()),
-        ):
-            compiled(name, pattern)
+        compiled("frozen", self.frozen)
+        compiled("trained", self.trained)
+        for pattern in self.dtype or ():
+            compiled("dtype", pattern)
 
     def fit(self, index: ModelIndex) -> None:
         """Raise ValueError where a pattern fits nothing in the model."""
@@ -479,8 +477,10 @@ class SetupCheck(Check):
                 self.tallies.seen("eval-mode")
         elif not self.tallies.is_empty:
             self.tallies.missed("eval-mode")
-        if self._steps in _EARLY:
-            self._check_hidden(module)
+        if self._steps in _EARLY and self._hidden is not None:
+            owned = self._owned().union(map(id, parameters_of(*Followed.by_any())))
+            if places := [*self._hidden.with_gradients(owned), *self._hidden.results(module)]:
+                self.tallies.seen("unregistered-parameters", where=tuple(places), evidence={"tensors": float(len(places))})
         if self._steps in _EARLY or (self._shared.exist and self._steps % _AGAIN == 0):
             self._shared.look(self.context.optimizers, self._names())
         if self._frozen_pattern is not None or self._trained is not None:
@@ -490,13 +490,6 @@ class SetupCheck(Check):
 
     def _owned(self) -> set[int]:
         return {id(tensor) for optimizer in self.context.optimizers for tensor in self._planner.source.tensors_of(optimizer)}
-
-    def _check_hidden(self, module: nn.Module) -> None:
-        if self._hidden is None:
-            return
-        owned = self._owned().union(map(id, parameters_of(*Followed.by_any())))
-        if places := [*self._hidden.with_gradients(owned), *self._hidden.results(module)]:
-            self.tallies.seen("unregistered-parameters", where=tuple(places), evidence={"tensors": float(len(places))})
 
     def _end(self) -> None:
         self._look_at_shared()  # what was found about optimizers that step no more stays
