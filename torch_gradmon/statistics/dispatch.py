@@ -102,9 +102,8 @@ class Statistics:
                     raise
                 found = getattr(self._eager, method)(tensors, *given)
                 # they have worked where the backend failed: else the tensors are the cause
-                name, self._of[device.type] = type(backend).__name__, self._eager
+                self._of[device.type] = self._eager
                 self.kernel = None if backend is self.kernel else self.kernel
-                self._complaints.add(
-                    f"backend:{device.type}", f"{name} failed and is off: statistics are slower now, not wrong", error
-                )
+                message = f"{type(backend).__name__} failed and is off: statistics are slower now, not wrong"
+                self._complaints.add(f"backend:{device.type}", message, error)
             return found

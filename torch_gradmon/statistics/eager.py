@@ -271,10 +271,9 @@ class EagerStatistics:
     def _of_block(self, block: Tensor, request: Request) -> Columns:
         """Columns of a block, each 0-d. The operation with most arithmetic comes first and hides the reads from memory."""
         found: Columns = {}
-        wide = block.dtype == torch.float64
+        size, wide = block.numel(), block.dtype == torch.float64
         table, rest = (block, None) if wide else _runs(block)
         if request.zeros_by_squares(block.dtype):
-            size = block.numel()
             squares = torch.mul(block, block, out=self._scratch("magnitude", block.dtype, size)[:size])
             found[Column.SQUARE_SUM] = _sum(*_runs(squares))
             limit = threshold_of_squares(request.eps)
@@ -289,7 +288,6 @@ class EagerStatistics:
         if request.sums:
             found[Column.SUM] = table.sum() if wide else _sum(table, rest)
         if request.magnitudes and not request.zeros_by_squares(block.dtype):
-            size = block.numel()
             magnitude = torch.abs(block, out=self._scratch("magnitude", block.dtype, size)[:size])
             found[Column.ABS_SUM] = magnitude.sum() if wide else _sum(*_runs(magnitude))
             if request.near_zero:

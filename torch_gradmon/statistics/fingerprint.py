@@ -108,8 +108,7 @@ def _sums(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
         ends = torch.tensor(lengths, dtype=torch.int64, device="cpu").cumsum(0)
         firsts = torch.tensor([piece.start for piece in pieces], dtype=torch.int64, device="cpu")
         known = copied_to_device(torch.stack([ends, firsts - ends + torch.tensor(lengths, device="cpu")]), device)
-        shifts = torch.repeat_interleave(known[1], torch.diff(known[0], prepend=known[0].new_zeros(1)), output_size=sum(lengths))
-        mixed += shifts
+        mixed += torch.repeat_interleave(known[1], torch.diff(known[0], prepend=known[0].new_zeros(1)), output_size=sum(lengths))
         words = torch.cat([piece.words for piece in pieces])
     else:
         mixed += pieces[0].start

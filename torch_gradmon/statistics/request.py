@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter, eq
+from operator import attrgetter, eq, not_
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,9 @@ def refusal(tensor: Tensor) -> str | None:
 
 
 def _coalesced(tensor: Tensor) -> Tensor:
-    """A sparse tensor with one number for each place; sums of narrow numbers are not rounded to their width."""
+    """A sparse tensor with one number for each place; sums of narrow numbers are not rounded to their width. Others as they are."""
+    if tensor.layout != torch.sparse_coo:
+        return tensor
     if tensor.dtype in (torch.bfloat16, torch.float16) and not tensor.is_coalesced():
         tensor = tensor.float()
     return tensor.coalesce()
@@ -140,11 +142,8 @@ def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
     if (reason := refusal(tensor)) is not None:
         raise NotMeasurable(reason)
     tensor, zeros = tensor.detach(), 0
-    if tensor.layout == torch.sparse_coo:
+    if tensor.layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         tensor = _coalesced(tensor)
-        zeros = tensor.numel() - tensor.values().numel()
-        tensor = tensor.values()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         zeros = tensor.numel() - tensor.values().numel()
         tensor = tensor.values()
     if tensor.is_complex():
@@ -171,7 +170,7 @@ def flat_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
             raise NotMeasurable(reason)
     if a.layout == b.layout == torch.strided and a.stride() == b.stride():
         return flat_values(a)[0], flat_values(b)[0]
-    a, b = ((_coalesced(x) if x.layout == torch.sparse_coo else x).detach().to_dense().reshape(-1) for x in (a, b))
+    a, b = (_coalesced(x).detach().to_dense().reshape(-1) for x in (a, b))
     if a.is_complex():
         a, b = (torch.view_as_real(x.resolve_conj()).reshape(-1) for x in (a, b))
     return a, b
@@ -261,9 +260,7 @@ class Batch:
                     values[index], implied = flat_values(tensor)
                     if implied:
                         zeros[index] = implied
-        wide = [False] * len(values)
-        if plain is None or not NARROW.issuperset(map(dtype_of, plain)):
-            wide = [tensor.dtype not in NARROW for tensor in values]
+        wide = [*map(not_, map(NARROW.__contains__, map(dtype_of, values)))]
         if others is not None:
             wide = [one or other.dtype not in NARROW for one, other in zip(wide, others, strict=True)]
         return cls(values, others, wide, zeros)
