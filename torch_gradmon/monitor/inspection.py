@@ -50,15 +50,11 @@ def last_record(runtime: Runtime) -> StepView | None:
     if step is None:
         return None
 
-    def record() -> StepRecord | None:
+    def read(value: Callable[[StepRecord], Any], otherwise: Any) -> Any:
         last = runtime.settle_now()
         if runtime.state.ended != step:
             raise RuntimeError(f"step {step} is over: read its values before the next step ends, or keep them in a run directory")
-        return last
-
-    def read(value: Callable[[StepRecord], Any], otherwise: Any) -> Any:
-        found = record()
-        return otherwise if found is None else value(found)
+        return otherwise if last is None else value(last)
 
     def spikes() -> tuple[SpikeEvent, ...]:
         runtime.judge_now()

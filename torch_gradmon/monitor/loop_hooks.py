@@ -703,7 +703,8 @@ class BackwardHooks:
 
     def uninstall(self) -> None:
         self._handles.remove()
-        self._forget_passes()
+        self._tasks.clear()
+        self._in_backward.quiet.clear()
 
     def revive(self, optimizer: Optimizer) -> bool:
         """Register hooks again that no longer fire although their parameters exist. Returns whether there were any.
@@ -792,14 +793,11 @@ class BackwardHooks:
         if self._in_backward.is_settled and not self._in_backward.known:
             self._in_backward.quiet.add(task)
 
-    def _forget_passes(self) -> None:
-        self._tasks.clear()
-        self._in_backward.quiet.clear()
-
     def _ended(self, task: int) -> None:
         self.awaited.discard(task)
         if len(self._tasks) > _MOST:
-            self._forget_passes()
+            self._tasks.clear()
+            self._in_backward.quiet.clear()
         if not self._optimizers.in_closure and (self._program.depth or self._optimizers.holds.held):
             self._optimizers.heal()
         self._is_over = True

@@ -559,10 +559,6 @@ class RecordPipeline:
         """Whether the step that ended last has values, complete or on their way."""
         return self.last is not None or self._newest is not None
 
-    @property
-    def ranks_synchronised(self) -> bool:
-        return self._exchange.takes_place
-
     def count_refusal(self, is_interrupted: bool) -> None:
         if self.waiting:
             self.waiting[-1].refusals_after += 1
@@ -586,7 +582,7 @@ class RecordPipeline:
             self.enter(only_oldest=True)
 
     def _is_ready(self, pending: PendingStep, begins: int) -> bool:
-        return begins >= pending.step + 2 if self.ranks_synchronised else pending.readback.arrival.is_ready()
+        return begins >= pending.step + 2 if self._exchange.takes_place else pending.readback.arrival.is_ready()
 
     def enter(self, open_to_late_values: bool = True, only_oldest: bool = False) -> None:
         """Make the records of all steps and enter them, or that of the oldest, whose values have come. Waits for their values.
@@ -782,8 +778,7 @@ class RecordPipeline:
         if (self.detectors.needs_detail() or messages) and record is not None:
             self._plugins.alert(record.step)
         self.detectors.warn_of_failures()
-        if messages:
-            self._warn(messages)
+        self._warn(messages)
         for event in events:
             if callable(self._on_spike):
                 try:

@@ -453,8 +453,7 @@ class StepBuffer:
 
     def expect_row(self, source: str, name: str) -> None:
         """A row will be merged later, and has its place now: the order of rows is that of the calls."""
-        of = self._sources.get(source) or self._source(source)
-        of.parts.setdefault(name, [])
+        self._source(source).parts.setdefault(name, [])
 
     def drop_parts(self, source: str, name: str) -> None:
         self._source(source).parts.pop(name, None)
@@ -483,12 +482,7 @@ class StepBuffer:
         return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
 
     def _parts(self) -> list[tuple[str, str, list[Tensor]]]:
-        found = []
-        for source, of in self._sources.items():
-            for name, parts in of.parts.items():
-                if parts:
-                    found.append((source, name, parts))
-        return found
+        return [(source, name, parts) for source, of in self._sources.items() for name, parts in of.parts.items() if parts]
 
     def parts_of(self, source: str) -> list[Tensor]:
         return [row for of, _, rows in self._parts() if of == source for row in rows]
@@ -725,12 +719,6 @@ class StepBuffer:
         self._has_stand_ins |= earlier._has_stand_ins
         self._dropped = None if earlier._dropped is None else earlier._dropped | dropped
 
-    def warn_of_skew(self) -> None:
-        """Warn that ranks have exchanged values of different steps, which are useless."""
-        reason = "the ranks are not in the same step: on one of them a step did not end, or ended twice"
-        self._complaints.add("ranks:skew", f"values from step {self.step} on are dropped, because {reason}")
-        self.absent.update(((source, ""), reason) for source in (*PARAMETER_SOURCES, *MODULE_SOURCES, *RCC_SOURCES))
-
     def log_sample_losses(self, ids: Identities, losses: Tensor) -> None:
         if self.are_rows_over:
             self.rows, self.are_rows_over = [], False
@@ -855,8 +843,10 @@ class PendingReadback:
         facts: dict[str, float] = {}
         for name, fact in buffer.noted.items():
             facts[name] = float(next(host) if isinstance(fact, Tensor) else fact)
-        if facts.pop(SKEW, 0.0):
-            buffer.warn_of_skew()
+        if facts.pop(SKEW, 0.0):  # what ranks have exchanged is useless
+            reason = "the ranks are not in the same step: on one of them a step did not end, or ended twice"
+            buffer._complaints.add("ranks:skew", f"values from step {buffer.step} on are dropped, because {reason}")
+            buffer.absent.update(((source, ""), reason) for source in (*PARAMETER_SOURCES, *MODULE_SOURCES, *RCC_SOURCES))
             return {}, {}, facts
         for key, is_there in zip(self._flags, map(float, host), strict=False):
             if not is_there:

@@ -42,8 +42,7 @@ class PluginContext:
     @property
     def module(self) -> nn.Module | None:
         """The watched model, while it lives."""
-        found: nn.Module | None = self._lifecycle.planner.module()
-        return found
+        return self._lifecycle.planner.module()  # type: ignore[no-any-return]
 
     @property
     def matrices(self) -> Set[str]:
@@ -65,19 +64,17 @@ class PluginContext:
     @property
     def ranks_synchronised(self) -> bool:
         """Whether the ranks exchange values, so that all of them must monitor the same steps."""
-        return bool(self._lifecycle.pipeline.ranks_synchronised)
+        return bool(self._lifecycle.exchange.takes_place)
 
     @property
     def last_step(self) -> int | None:
         """The last step that closed."""
-        found: int | None = self._lifecycle.state.ended
-        return found
+        return self._lifecycle.state.ended  # type: ignore[no-any-return]
 
     @property
     def step(self) -> int | None:
         """The open step, or the last one."""
-        found: int | None = self._lifecycle.state.step
-        return found
+        return self._lifecycle.state.step  # type: ignore[no-any-return]
 
     @property
     def is_step_open(self) -> bool:

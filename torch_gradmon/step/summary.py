@@ -567,13 +567,6 @@ def _is_reciprocal(factor: float, slack: float = _EXACT) -> bool:
 _CLIP_KEYS = ("grad_norm_after_clip", "clip_fraction")
 
 
-def _nothing_clipped(steps: int) -> str:
-    """Why there is nothing to show of a clip after this many steps whose gradients were seen before and after it."""
-    if not steps:
-        return "no step so far had gradients that were seen before a clip and after it"
-    return f"nothing clipped in {f'the last {WINDOW}' if steps >= WINDOW else steps} step{'s' * (steps > 1)}"
-
-
 # --- Values of attention heads, and their minimum, mean and maximum over each layer ---
 
 _HEAD = re.compile(r"\.head_\d+$")
@@ -719,7 +712,9 @@ class Summary:
             )
             reason = facts.refused.get(n.GRADIENT, reason)
         elif not self._clips.has_edits:
-            reason = _nothing_clipped(len(self._clips))
+            steps = len(self._clips)
+            reason = f"nothing clipped in {f'the last {WINDOW}' if steps >= WINDOW else steps} step{'s' * (steps > 1)}"
+            reason = reason if steps else "no step so far had gradients that were seen before a clip and after it"
             if after is not None and facts.attached and facts.used >= facts.trainable and brings_others(before, after):
                 absent["clip_fraction"] = reason
                 trained = rows_of(after, facts.trainable)
