@@ -436,10 +436,9 @@ class ParameterCapture:
             self._before.pop(position, None)
             self._measured.discard(position)
 
-    def after_step(self, positions: Iterable[int], optimizer: Optimizer) -> None:
+    def after_step(self, positions: Sequence[int], optimizer: Optimizer) -> None:
         if self._buffer is None:
             return
-        positions = list(positions)
         before = {p: self._before[p] for p in positions if p in self._before} if self._before else {}
         after: Mapping[int, Tensor] = {}
         plan = self._plans[n.UPDATE]
@@ -545,17 +544,12 @@ def _packed(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of tensors of one dtype in one block of memory, each aligned as kernels with vector loads need it."""
     step = _ALIGNMENT // tensors[0].element_size()
     gap = tensors[0].new_empty(step)
-    parts, lengths = [], []
+    parts: list[Tensor] = []
+    places = []
     for tensor in tensors:
+        places.append(len(parts))
         parts.append(tensor.view(-1))
-        lengths.append(tensor.numel())
         if missing := -tensor.numel() % step:
             parts.append(gap[:missing])
-            lengths.append(missing)
-    pieces = iter(torch.split(torch.cat(parts), lengths))
-    found = []
-    for tensor in tensors:
-        found.append(next(pieces).view(tensor.shape))
-        if tensor.numel() % step:
-            next(pieces)
-    return found
+    pieces = torch.split(torch.cat(parts), [*map(Tensor.numel, parts)])
+    return [pieces[place].view(tensor.shape) for place, tensor in zip(places, tensors, strict=True)]

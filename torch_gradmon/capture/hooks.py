@@ -41,8 +41,7 @@ def is_called_by(caller: str) -> bool:
 def compiled_graphs() -> int:
     """Number of graphs that ``torch.compile`` has made in this process. Its mere import is no sign: every optimizer imports it."""
     utils = sys.modules.get("torch._dynamo.utils")
-    graphs: int = 0 if utils is None else utils.counters["stats"]["unique_graphs"]
-    return graphs
+    return 0 if utils is None else utils.counters["stats"]["unique_graphs"]
 
 
 def takes_hooks(module: nn.Module) -> bool:
@@ -68,9 +67,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
-    for part in module.modules():
-        if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
-            yield part
+    return (part for part in module.modules() if "_orig_mod" in part._modules or part._compiled_call_impl is not None)
 
 
 class Hook:

@@ -29,9 +29,7 @@ _MOVES = frozenset(
 
 def notes_of(node: Node) -> dict[str, Any]:
     """The dict of a node of autograd that is there for notes. It goes with the graph, and must hold nothing of the model."""
-    notes: Any = node.metadata  # a method in the stubs
-    found: dict[str, Any] = notes
-    return found
+    return node.metadata  # type: ignore[return-value]  # a method in the stubs
 
 
 def losses_going_backward() -> Sequence[Tensor]:

@@ -250,20 +250,18 @@ class Measurer:
         self.statistics = statistics
         self.ranks = ranks or Ranks()
         self.complaints = complaints
-        # of metric functions: those that ran on a copy, why others are off, metrics with any value so far, and the first key without one
+        # of metric functions: those that ran on a copy, why others are off, and of each metric the first key without a value, if all are
         self._proven: set[Key] = set()
         self._off: dict[Key, str] = {}
-        self._answering: set[str] = set()
-        self._silent: dict[str, Key] = {}
+        self._silent: dict[str, Key | None] = {}
 
     def measure(self, wanted: Measurement) -> None:
         plan, tensors, found = wanted.plan, wanted.tensors, None
         if plan.measured != tuple(tensors):  # in most steps all are there
             tensors = {p: tensors[p] for p in plan.measured if p in tensors}
         values, second, kernel = list(tensors.values()), wanted.second, self.statistics.kernel
-        if (
-            kernel and values and values[0].is_cpu and (wanted.are_parts or not self.ranks.has_parts)
-        ):  # a plain one is its own part
+        # a plain one is its own part
+        if kernel and values and values[0].is_cpu and (wanted.are_parts or not self.ranks.has_parts):
             others = None if second is None else [second[position] for position in tensors]
             try:
                 found = kernel.at_once(values, self.statistics.eps, wanted.inverse_scale, others, plan.source)
@@ -429,7 +427,7 @@ class Measurer:
                     buffer.absent[key.source, f"{name}/{metric.name}"] = _why_nothing(metric, inputs[0])
                     self._note_nothing(metric, key, cause)
                 else:
-                    self._answering.add(cause)
+                    self._silent[cause] = None
                     (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation, weight)
             except Exception as error:
                 self._off[key] = f"its function raised {type(error).__name__}: {error}"
@@ -439,11 +437,9 @@ class Measurer:
 
     def _note_nothing(self, metric: Metric, key: Key, cause: str) -> None:
         """A function may have no value of some tensors. If the first comes round again before it had one of any, that is a mistake."""
-        if metric.built_in or cause in self._answering:
-            return
         if cause not in self._silent:
             self._silent[cause] = key
-        elif self._silent[cause] == key:
+        elif self._silent[cause] == key and not metric.built_in:
             message = f"the function of the metric {metric.name!r} has returned None each time so far: is its return missing?"
             self.complaints.add(f"nothing:{metric.name}", message)
 
@@ -458,8 +454,7 @@ class Measurer:
             value = metric.function(*given)
         moved = versions != [version_of(t) for t in tensors]
         # NumPy and the like write without moving a version counter; on the copy the values show it
-        moved = moved or (first and not all(_equal(a, b) for a, b in zip(tensors, tensors_in(inputs), strict=True)))
-        if moved:
+        if moved or (first and not all(_equal(a, b) for a, b in zip(tensors, tensors_in(inputs), strict=True))):
             raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
         self._proven.add(key)
         return value

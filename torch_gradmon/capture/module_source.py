@@ -56,8 +56,7 @@ _interpreter = torch._C._functorch.peek_interpreter_stack
 
 def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
     """The marks at the graph node that made ``tensor``; they are freed with it."""
-    marks: set[tuple[Any, ...]] = notes_of(tensor.grad_fn).setdefault(_MARK, set())  # type: ignore[arg-type]
-    return marks
+    return notes_of(tensor.grad_fn).setdefault(_MARK, set())  # type: ignore[arg-type, no-any-return]
 
 
 _GRADIENT_OF = {n.ACTIVATION: n.ACTIVATION_GRADIENT, n.INPUT: n.INPUT_GRADIENT}
@@ -615,8 +614,7 @@ class ModuleSource:
         if self.reference is not None and self._loop_run is not None:
             self._loop_run.end()
             self.reference.forget()
-        for source in self._lost:
-            self._explain_lost(buffer, source)
+        self._explain_lost(buffer)
         self.hooks.explain(buffer.absent)
         self._buffer = None
         self.passes.root_trains = None  # also if a forward was interrupted
@@ -626,8 +624,7 @@ class ModuleSource:
         if self._buffer is not None:
             self.hooks.collect(self._buffer, self.values)
             self.values.flush()
-            for source in self._lost:
-                self._explain_lost(self._buffer, source)
+            self._explain_lost(self._buffer)
             self._has_forward = self._has_backward = False
 
     def _collect(self, buffer: StepBuffer, was_trained: bool) -> None:
@@ -703,8 +700,8 @@ class ModuleSource:
         """Passes have begun whose ends were not reported. Drop what those measured that were interrupted, and are not among the ``calls``
         of the root that are known to run.
         """
-        root = self.hooks.root
-        if (trains := self.passes.root_trains) is not None and (root is None or _running_calls(root) <= calls):
+        root, call = self.hooks.root, nn.Module._call_impl.__code__
+        if (trains := self.passes.root_trains) is not None and (root is None or _running(call, root) <= calls):
             self._leave_root()  # by what is no Exception, so that no hook has seen the end
             if trains:
                 self._drop(_OF_PASSES, is_alone=not self._has_forward)
@@ -742,13 +739,14 @@ class ModuleSource:
             for source in sources:
                 buffer.clear(source)
 
-    def _explain_lost(self, buffer: StepBuffer, source: str) -> None:
-        """Say why values of ``source`` are absent, if passes of this step that were interrupted are the reason."""
-        if buffer.refused.get(source) is _MIXED:
-            buffer.refuse_all(source, _MIXED)
-        elif not self._has_forward or (source in _GRADIENTS and not self._calls.has_ended):
-            reason = "the forward or backward pass of this step was interrupted, as by an exception"
-            buffer.absent.setdefault((source, ""), reason)
+    def _explain_lost(self, buffer: StepBuffer) -> None:
+        """Say why values are absent, if passes of this step that were interrupted are the reason."""
+        for source in self._lost:
+            if buffer.refused.get(source) is _MIXED:
+                buffer.refuse_all(source, _MIXED)
+            elif not self._has_forward or (source in _GRADIENTS and not self._calls.has_ended):
+                reason = "the forward or backward pass of this step was interrupted, as by an exception"
+                buffer.absent.setdefault((source, ""), reason)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
@@ -849,17 +847,13 @@ def _stays(reference: ReferencePass | None, metrics: Iterable[Metric]) -> bool:
 # --- which calls are running ---
 
 
-def _running_calls(module: nn.Module) -> int:
-    """How many calls of ``module`` are running, in all threads. Slow."""
-    return _running(nn.Module._call_impl.__code__, module)
-
-
 def _is_in_backward() -> bool:
     """Whether a backward pass is running, in any thread. Slow, unless it is in this one."""
     return torch._C._current_graph_task_id() != -1 or _running(torch.autograd.graph._engine_run_backward.__code__) > 0
 
 
 def _running(code: CodeType, of: object = None) -> int:
+    """How many calls of a function, or of that method of an object, are running in all threads. Slow."""
     calls = 0
     for last in sys._current_frames().values():
         for frame, _ in traceback.walk_stack(last):

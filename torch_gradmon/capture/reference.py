@@ -238,8 +238,7 @@ class ReplayedForward:
     def _is_same(self, given: Any, now: Any) -> bool:
         if isinstance(given, Tensor):
             return given is now and any(now is tensor and now._version == was for tensor, was, *_ in self._origins.values())
-        equal: bool = type(given) is type(now) and given == now
-        return equal
+        return type(given) is type(now) and given == now
 
     @property
     def all_outputs(self) -> dict[str, deque[Tensor]]:
