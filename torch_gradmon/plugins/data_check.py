@@ -580,7 +580,7 @@ class DataCheck(Check):
         if (look := self._look) is not None:
             # a later call of the step, as that on a generator's samples behind one on true ones
             if self._has_root and look.calls:
-                self.context.call(self._passes_through, batch_tensors(args, kwargs), step)
+                self.context.call(self._passes_through, step, args, kwargs)
             calls = look.of(module)
             calls.in_training |= module.training
             if not self._has_root and f"fingerprint{(name := self._parts[id(module)].name)}" not in look.found:
@@ -591,10 +591,10 @@ class DataCheck(Check):
         self._look = _Look(step, self._looked in _HEADS)
         if not self._has_root:
             return
-        tensors = batch_tensors(args, kwargs)
-        if self._passes_through(tensors, step):
+        if self._passes_through(step, args, kwargs):
             self._look = None
             return
+        tensors = batch_tensors(args, kwargs)
         self._look.take_batch(tensors, args, kwargs, "")
         if (rows := self._acting.trained(tensors)) is not None:
             self._look.found["rows"] = rows
@@ -604,7 +604,8 @@ class DataCheck(Check):
                 self._look.found["arguments"] = shares
             self._look.tokens = tokens_of(module, args, kwargs)
 
-    def _passes_through(self, tensors: Sequence[Tensor], step: int) -> bool:
+    def _passes_through(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        tensors = batch_tensors(args, kwargs)
         is_made = len(tensors) > 0 and tensors[0].grad_fn is not None
         return is_made and self._acting.passes_through(tensors[0], step, self._root())
 
