@@ -302,7 +302,9 @@ class RunWriter:
             if isinstance(values, StepValues) and isinstance(known.values, StepValues):
                 values = values.since(known.values)
         rng = rng if record.events and self._spoiled < _SPOILED else {}
-        parts = self._parts_of(tables) if tables else []
+        sources, stored = self._layouts_of(tables) if tables else ([], [])
+        blobs = iter(f.pack(stored) if stored else ())
+        parts = [(place, *((0, b"") if same_as else next(blobs))) for place, same_as in sources]
         for device, state in rng.items():
             parts.append((self._defined(device), 0, bytes(state.tolist())))
         places = tuple(map(itemgetter(0), parts))
@@ -333,8 +335,8 @@ class RunWriter:
         self._waiting += len(keys)
         self._entries.append((begin, frame.step, frame.time, *rows, layouts, number, frame.flags))
 
-    def _parts_of(self, tables: Mapping[str, StatsTable]) -> list[tuple[int, int, bytes]]:
-        """Of each table where its layout is defined, the columns that are left out, and the data; none if another source has these rows."""
+    def _layouts_of(self, tables: Mapping[str, StatsTable]) -> tuple[list[tuple[int, Any]], list[Any]]:
+        """Of each table where its layout is defined, and the source that has the same rows; and what has to be packed of the others."""
         places, stored = [], list[Any]()
         for source, table in tables.items():
             rows = table.rows.numpy()
@@ -347,8 +349,7 @@ class RunWriter:
             places.append((known[1], table.same_as))
             if not table.same_as:
                 stored.append((rows, table.columns, bool(counts)))
-        blobs = iter(f.pack(stored))
-        return [(place, *((0, b"") if same_as else next(blobs))) for place, same_as in places]
+        return places, stored
 
     def _defined(self, layout: f.TableLayout | str) -> int:
         """Where a layout, or the device of a random state, is defined in the file with rows."""

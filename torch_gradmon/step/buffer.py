@@ -43,7 +43,7 @@ _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 
 #: Where rows are, by name: a block of rows, and the row in it.
 Rows = dict[str, tuple[Tensor, int]]
-_BLOCK, _THIRD, _PARTS_OF, _IS_CPU = itemgetter(0), itemgetter(2), attrgetter("parts"), attrgetter("is_cpu")
+_BLOCK, _THIRD, _IS_CPU = itemgetter(0), itemgetter(2), attrgetter("is_cpu")
 _SOURCE = attrgetter("source")
 
 
@@ -776,12 +776,14 @@ class PendingReadback:
         self.buffer = buffer
         self.extras: dict[str, Tensor] = {}  # what plugins have sent along, once the copy has landed: float64
         self.rows: list[tuple[Identities, int, Tensor]] = []  # logged ones, likewise
+        merges = False
         for source, of in [*buffer._sources.items()]:
             if of.whole is None and not of.places:  # it only merges: behind the others
                 buffer._sources[source] = buffer._sources.pop(source)
                 of.whole, of.table, of.totals = of.table, None, None
+            merges = merges or of.table is not None or len(of.merging) > 0
         # merged on the host, which is cheaper than one launch for each
-        self._parts = buffer._parts() if any(map(_PARTS_OF, buffer._sources.values())) else []
+        self._parts = buffer._parts() if merges else []
         self._flags: dict[Key, Tensor] = {}
         reduced = self._reduced() if buffer._values else {}
         self._is_plain = not (self._parts or buffer._finals)  # rows are on the host, those of a source in one tensor
