@@ -19,6 +19,7 @@ import torch
 import torch_gradmon as gradmon
 from examples.plugins.headroom import Headroom
 from torch_gradmon.core import formatting
+from torch_gradmon.plugins.clipping import ZClip
 from torch_gradmon.sinks.delivery import LARGEST
 from torch_gradmon.sinks.wandb import AXIS
 from torch_gradmon.step import summary
@@ -456,7 +457,7 @@ def test_what_is_there_on_request_is_described() -> None:
     monitor = gradmon.watch(model, optimizer, preset="minimal", on_spike="skip", plugins=[headroom])
     for batch in BY_NAME["mlp"].batches(2):
         BY_NAME["mlp"].loss(model, batch).backward()
-        monitor.clip_grad_norm_(gradmon.plugins.clipping.ZClip(max_norm=1.0))
+        monitor.clip_grad_norm_(ZClip(max_norm=1.0))
         monitor.clip_grad_norm_("adagc")
         optimizer.step()
     described = monitor.describe()

@@ -310,7 +310,7 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
 
 
 def _not_reached(history: History, norms: Matrix, missed: list[str], seen: Mapping[str, float]) -> list[Finding]:
-    if all(_is_taken_out(name, norms, seen) for name in missed) and not (history.learning.is_stuck or history.learning.is_worse):
+    if all(_is_taken_out(name, norms, seen) for name in missed) and history.concern == "info":
         cause = (
             "The gradient of this bias is exactly 0 in every step, while the weight of its layer has one: what follows takes the bias "
             "out again, as the difference of two outputs of the layer does."
