@@ -354,3 +354,14 @@ def test_a_part_of_a_buffer_counts_what_is_put_there_later_as_the_newest() -> No
     part.put_exchanged(n.GRADIENT, ["a"], measure([torch.full((1,), 100.0)], ALL_COLUMNS), ALL_COLUMNS)  # of all ranks
     assert _norms(part) == {"a": 100.0, "b": 1.0}
     assert _norms(buffer) == {"a": 1.0, "b": 1.0}
+
+
+def test_values_that_another_buffer_replaces_keep_their_keys() -> None:
+    """Those of one vector need not stand together there."""
+    first, later = _buffer(), _buffer()
+    keys = [Key(n.OPTIMIZER, name, "exp_avg_norm") for name in "abcd"]
+    first.put_values(keys, torch.arange(4.0))
+    later.put_values(keys[::2], torch.tensor([10.0, 12.0]))
+    later.put_values(keys[1::2], torch.tensor([11.0, 13.0]))
+    first.absorb(later)
+    assert first.flush()[1] == dict(zip(keys, (10.0, 11.0, 12.0, 13.0), strict=True))

@@ -857,10 +857,7 @@ class PendingReadback:
             vectors = [*map(_BLOCK, buffer._finals.values())]
             once = dict(zip(map(id, vectors), vectors, strict=True))
             finals = {number: blocks.get(number, vector).tolist() for number, vector in once.items()}
-            if sum(map(len, finals.values())) == len(vectors):  # nothing of them was dropped or replaced
-                values.update(zip(buffer._finals, chain.from_iterable(finals.values()), strict=True))
-            else:
-                values.update({key: finals[id(vector)][place] for key, (vector, place) in buffer._finals.items()})
+            values.update({key: finals[id(vector)][place] for key, (vector, place) in buffer._finals.items()})
         self.extras = dict(zip(buffer.extras, host, strict=False))
         for ids, length, _ in buffer.rows:
             self.rows.append((ids, length, next(host)))
