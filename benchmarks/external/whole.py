@@ -27,40 +27,29 @@ from typing import Any
 
 from ..machine import machine
 from ..report import RESULTS, ROOT
+from . import judging
 
 PROGRAMS = Path(__file__).parent / "programs"
 SOUND, FAULTS = ("sound_first", "sound_second"), "faults"
-#: A fault counts as named where one of its rules is among this number of first findings, by a warning or an error.
-FIRST = 2
 SECONDS = 600
 
 
-class Watch:
-    """What a program calls where a user would add the one line."""
+class Watch(judging.Watch):
+    """What a program calls where a user would add the one line: also in a trainer."""
 
-    def __init__(self, directory: str) -> None:
-        self.directory, self.watching = Path(directory), 0
-
-    def _options(self) -> dict[str, Any]:
-        self.watching += 1
-        return {"preset": "full", "on_spike": None, "run_dir": self.directory / f"{self.watching:03}"}
-
-    def __call__(self, model: Any, *optimizers: Any, scaler: Any = None) -> Any:
-        """Watch a model that a loop of the program's own trains."""
-        import torch_gradmon as gradmon
-
-        return gradmon.watch(model, *optimizers, scaler=scaler, **self._options())
+    def _adapter(self, trainer: str, name: str) -> Any:
+        adapters = importlib.import_module(f"torch_gradmon.integrations.{trainer}")
+        adapter = getattr(adapters, name)(preset="full", on_spike=None, run_dir=Path(self.directory) / str(len(self.monitors)))
+        self.monitors.append(adapter.monitor)
+        return adapter
 
     def callbacks(self, trainer: str) -> list[Any]:
         """Those for ``"lightning"`` or ``"transformers"``."""
-        adapter = importlib.import_module(f"torch_gradmon.integrations.{trainer}")
-        return [adapter.GradmonCallback(**self._options())]
+        return [self._adapter(trainer, "GradmonCallback")]
 
     def ignite(self, engine: Any, model: Any, *optimizers: Any) -> None:
         """Watch what an Ignite engine trains."""
-        from torch_gradmon.integrations.ignite import GradmonHandler
-
-        GradmonHandler(**self._options()).attach(engine, model, *optimizers)
+        self._adapter("ignite", "GradmonHandler").attach(engine, model, *optimizers)
 
 
 @dataclass
@@ -80,7 +69,7 @@ class Outcome:
 
     def names(self, rules: Sequence[str]) -> bool:
         """Whether a warning among the first ones has one of these rules, or ``watch`` has refused the loop."""
-        first = [rule for found in self.found for severity, rule in found[:FIRST] if severity != "info"]
+        first = [rule for found in self.found for severity, rule in found[: judging.FIRST] if severity != "info"]
         return "ValueError" in self.error or not set(rules).isdisjoint(first)
 
 
@@ -103,11 +92,14 @@ def judged(path: Path, mended: bool) -> Outcome:
     outcome = Outcome(f"{path.parent.name}/{path.stem}", half_of(path))
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
+        watch = Watch(directory)
         try:
             spec.loader.exec_module(module)
-            outcome.measure = float(module.train(Watch(directory), **({"mended": True} if mended else {})))
+            outcome.measure = float(module.train(watch, **({"mended": True} if mended else {})))
         except Exception as error:  # also one of watch(), which refuses a loop with the reason
             outcome.error = f"{type(error).__name__}: {error}"
+        for monitor in watch.monitors:
+            monitor.detach()
         for run in sorted(Path(directory).iterdir()):
             outcome.found.append([(finding.severity, finding.rule) for finding in gradmon.load_run(run).diagnose().findings])
     return outcome
@@ -139,7 +131,7 @@ def lines(outcomes: Sequence[Outcome], rules: dict[str, dict[str, Any]], mended:
         yield f"{half}: {sum(each.names(about['rules']) for each, about in seen)} of {len(seen)} faults named"
         for each, about in seen:
             if not each.names(about["rules"]):
-                first = "; ".join(", ".join(rule for _, rule in found[:FIRST]) for found in each.found)
+                first = "; ".join(", ".join(rule for _, rule in found[: judging.FIRST]) for found in each.found)
                 yield f"  {each.program}: {first or 'nothing'} instead of {', '.join(about['rules']) or 'a rule that is missing'}"
 
 

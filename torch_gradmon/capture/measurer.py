@@ -351,7 +351,7 @@ class Measurer:
                     done[metric.name].add(position)
                 if any(there):
                     found.append((metric, keys, [*compress(states, there)], pairs if all(there) else _where(there, pairs)))
-        numbered, kernel, at_once = _numbered(found), self.statistics.kernel, None
+        numbered, kernel = _numbered(found), self.statistics.kernel
         try:
             at_once = None if kernel is None or not found else kernel.products_at_once(*numbered[:2], plan.source)
         except Exception:  # what is called then fails too
