@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import warnings
 import weakref
@@ -859,6 +860,24 @@ def test_parameters_that_nobody_has_are_told_of_until_somebody_has_them() -> Non
     optimizer.add_param_group({"params": list(model[0].parameters())})
     train()
     assert rules(monitor) == []
+
+
+def test_gradients_that_an_earlier_phase_has_left_are_no_mistake() -> None:
+    model = net()
+    loss_of(model).backward()  # of a pretraining, whose optimizer has stepped and is gone
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.01)
+    monitor = watched(model, optimizer)
+
+    def train(frozen: nn.Module) -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(nn.Sequential(frozen, *list(model)[1:])).backward()
+            optimizer.step()
+
+    train(copy.deepcopy(model[0]))
+    assert rules(monitor) == []
+    train(model[0])  # what is added to them now is lost
+    assert rules(monitor) == ["not-in-optimizer"]
 
 
 def test_a_head_that_is_exchanged_and_given_to_the_optimizer_is_no_mistake() -> None:

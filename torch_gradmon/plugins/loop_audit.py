@@ -18,6 +18,7 @@ from ..step.model_index import PLAIN_GRADIENTS, ModelIndex, Place, parameters_of
 from ..step.planner import Planner
 from ..step.ranks import is_dtensor, local_part
 from .loop_checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients
+from .setup_check import writes_to
 from .tallies import Check, Tallies
 
 #: The steps of the first checks.
@@ -43,6 +44,9 @@ class OwnershipChecks:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._aliases = {name: tuple(others) for name, others in self._inventory.aliases.items()}
         self._initial = {name: _identity(parameter) for name, parameter, _ in self._inventory.there()}
+        gradients = {name: parameter.grad for name, parameter, _ in self._inventory.there()}
+        # what an earlier phase of training has left
+        self._old = {name: (weakref.ref(g), writes_to(g)) for name, g in gradients.items() if g is not None}
         self._hooked: set[str] = set()  # of the initial ones, those with hooks that are none of a monitor's
         self._unowned: Sample | None = None
         self._frozen: Sample | None = None  # some steps compare it before and after
@@ -123,7 +127,7 @@ class OwnershipChecks:
         old = [p for key, p in owned.items() if key not in live]
         sharded = bool(old) and any(is_dtensor(p) for p, _ in found.values()) and not any(is_dtensor(p) for p in old)
         others = {name: p for name, p in found.items() if id(p[0]) not in owned and p[0].requires_grad}
-        outside = {name: p for name, p in others.items() if p[0].grad is not None or sharded}
+        outside = {name: p for name, p in others.items() if sharded or self._has_gradient(name, p[0])}
         rule, other = "not-in-optimizer", "optimizer-before-sharding"
         if sharded and any(is_dtensor(p) for p, _ in outside.values()):
             rule, other = other, rule
@@ -140,6 +144,10 @@ class OwnershipChecks:
             self._tallies.retract(rule)
             self._unowned = None
         return bool(others)
+
+    def _has_gradient(self, name: str, parameter: Tensor) -> bool:
+        gradient, known = parameter.grad, self._old.get(name)
+        return gradient is not None and (known is None or known[0]() is not gradient or known[1] != writes_to(gradient))
 
     def _are_frozen(self, found: Found, owned: Mapping[int, Tensor]) -> bool:
         """Whether frozen parameters have a gradient, by which an optimizer may move them, or a comparison is under way."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import os.path
 import weakref
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
@@ -546,8 +546,8 @@ class ProbedOptimizer:
     def names(self, inventory: ModelIndex) -> tuple[str, ...]:
         """Its parameters; the module that has them all, if they have one that is not the whole model."""
         found = [name for name, parameter, _ in inventory.there() if id(parameter) in self.owned]
-        common = "".join(one + "." for one in _common([name.split(".")[:-1] for name in found]))
-        return (common.removesuffix("."),) if common else tuple(found)
+        common = ".".join(os.path.commonprefix([name.split(".")[:-1] for name in found]))
+        return (common,) if common else tuple(found)
 
     def is_stale(self, in_step: bool) -> bool:
         """Whether the parameters have changed since its last step; ``in_step``: this may synchronise."""
@@ -707,7 +707,3 @@ class ProbedOptimizer:
             each_kind = list(zip(*self._norms, strict=True))
             self._is_clip = any(max(values) > 0 and min(values) > (1 - _SAME) * max(values) for values in each_kind)
         return self._is_clip
-
-
-def _common(paths: list[list[str]]) -> list[str]:
-    return [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]

@@ -118,7 +118,7 @@ class HiddenParameters:
                     path = f"{name}.{attribute}" if name else attribute
                     for place, tensor in _tensors_in(path, value, registered, _DEPTH):
                         if tensor.is_leaf:
-                            self._found.setdefault(place, (weakref.ref(tensor), _writes(tensor)))
+                            self._found.setdefault(place, (weakref.ref(tensor), writes_to(tensor)))
                         else:
                             self._results.setdefault(place, weakref.ref(tensor))
 
@@ -130,7 +130,7 @@ class HiddenParameters:
             place
             for place, (reference, writes) in self._found.items()
             if (tensor := reference()) is not None and tensor.grad is not None and id(tensor) not in owned
-            if _writes(tensor) == writes
+            if writes_to(tensor) == writes
         ]
 
     def results(self, module: nn.Module) -> list[str]:
@@ -141,7 +141,7 @@ class HiddenParameters:
         return [place for place, reference in self._results.items() if (tensor := reference()) is not None and id(tensor) in now]
 
 
-def _writes(tensor: Tensor) -> int:
+def writes_to(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
