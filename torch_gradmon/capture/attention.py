@@ -68,13 +68,28 @@ class FunctionPatch:
         """
         self._observers[id(observer)] = observer, threading.get_ident()
         with self._no_compilation(), self._lock:
-            return self._install()
+            current, last = getattr(self._home, self._name), self._last()
+            if isinstance(current, _Observed):
+                function = current
+            else:
+                known = (each for each in (last, *self._scripted) if each is not None and each.original is current)
+                function = next(known, None) or self._replacement(current)
+            if function is not last or self._searched != len(sys.modules):
+                self._searched, self._last = len(sys.modules), weakref.ref(function)
+                self._places = _places_of(function.original)
+            for scope, name in self._places:
+                if scope.get(name) is function.original:
+                    scope[name] = function
+            return function
 
     def discard(self, observer: _Observer) -> None:
         """Report no more calls to ``observer``, and restore the function after the last one. Idempotent; in any thread."""
         if self._observers.pop(id(observer), None) is not None and not self._observers:
             with self._no_compilation(), self._lock:
-                self._restore()
+                # unless it was replaced by others meanwhile, or somebody observes it again
+                for scope, name in () if self._observers else self._places:
+                    if isinstance(function := scope.get(name), _Observed):
+                        scope[name] = function.original
 
     def called(self, function: _Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         if self._observers and function is self._last():  # and not another one, which is called by what somebody has put over it
@@ -82,22 +97,6 @@ class FunctionPatch:
             for observer, of_thread in list(self._observers.values()):
                 if of_thread == thread and (saw := observer()) is not None:
                     saw(args, kwargs, result)
-
-    def _install(self) -> _Observed:
-        current, last = getattr(self._home, self._name), self._last()
-        if isinstance(current, _Observed):
-            function = current
-        else:
-            known = (each for each in (last, *self._scripted) if each is not None and each.original is current)
-            function = next(known, None) or self._replacement(current)
-        if function is not last or self._searched != len(sys.modules):
-            self._searched = len(sys.modules)
-            self._places = _places_of(function.original)
-            self._last = weakref.ref(function)
-        for scope, name in self._places:
-            if scope.get(name) is function.original:
-                scope[name] = function
-        return function
 
     def _replacement(self, original: Any) -> _Observed:
         function = _Observed(original, self)
@@ -109,12 +108,6 @@ class FunctionPatch:
                 self._scripted.append(function)
                 _register_builtin(function, operation)
         return function
-
-    def _restore(self) -> None:
-        """Restore the function, unless it was replaced by others meanwhile, or somebody observes it again."""
-        for scope, name in () if self._observers else self._places:
-            if isinstance(function := scope.get(name), _Observed):
-                scope[name] = function.original
 
     def _forked(self) -> None:
         # other threads, and so those who may hold a lock, do not exist in this process
