@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -134,11 +134,13 @@ class TracedStatistics:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         root, module = self._root(), self.module()
+        hooked = {id(tap.module()) for (kind, _), tap in self._of.taps.items() if kind == n.ACTIVATION}
         frame = InstructionTranslator.current_tx().output.root_tx.f_locals.values()
         for part in {id(value): value for value in frame if isinstance(value, nn.Module) and value is not root}.values():
-            places = [name for name, inner in part.named_modules() if inner is module]
+            places = {name for name, inner in part.named_modules() if inner is module}
             others = [other for other in root.modules() if type(other) is type(part)] if places and root is not None else []
-            if any(_lacks(other, place, self._of.has_hook) for other in others for place in places):
+            seats = (seat for other in others for seat in other.named_modules(remove_duplicate=False))
+            if any(name in places and id(inner) not in hooked for name, inner in seats):
                 return True
         return False
 
@@ -217,9 +219,6 @@ class CompiledHooks:
     def path(self, name: str, rest: str) -> str:
         return name + rest_of(name + rest, name, self._taken)
 
-    def has_hook(self, module: nn.Module) -> bool:
-        return any(kind == n.ACTIVATION and tap.module() is module for (kind, _), tap in self.taps.items())
-
     def collect(self, buffer: StepBuffer, values: ModuleValues, metrics: Sequence[Metric]) -> None:
         """Move what the graphs wrote into ``buffer``, as outputs in ``values``, with reasons for the rest. Does not synchronise."""
         for slots in self.slots.values():
@@ -258,14 +257,6 @@ class CompiledHooks:
                     if reason:
                         found[metric.source, f"{tap.name}/{metric.name}"] = reason
         return found
-
-
-def _lacks(part: nn.Module, place: str, has_hook: Callable[[nn.Module], bool]) -> bool:
-    """Whether the module at ``place`` in ``part`` exists, and has no hook."""
-    try:
-        return not has_hook(part.get_submodule(place))
-    except AttributeError:
-        return False
 
 
 def _like(name: str) -> str:
