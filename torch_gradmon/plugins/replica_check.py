@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,22 +34,11 @@ from ..step.plugin import Plugin
 from ..step.ranks import Ranks, digest_of, is_dtensor, local_part
 
 
-def is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
-    return isinstance(module, DistributedDataParallel)
-
-
 def ranks_of(module: DistributedDataParallel) -> list[int]:
     """The ranks over which it copies its module, among all processes, ascending."""
     from torch.distributed import get_process_group_ranks
 
     return sorted(get_process_group_ranks(module.process_group))
-
-
-def is_broadcasting(module: DistributedDataParallel) -> bool:
-    """Whether DDP, when it is called now, sends the buffers of its first rank to all before it calls the module."""
-    # after a hook of the user, buffers are as that has left them
-    sends: bool = module.will_sync_module_buffers()  # type: ignore[no-untyped-call]
-    return sends and not hasattr(module, "buffer_hook")
 
 
 # --- What must be equal on several ranks: which tensors, and on which ranks ---
@@ -79,7 +68,7 @@ class Common:
 
     def __init__(self, distinct: re.Pattern[str] | None, model: nn.Module | None = None, members: Sequence[int] = ()) -> None:
         self._distinct = distinct
-        found = [] if model is None else [module for module in model.modules() if is_ddp(module)]
+        found = [] if model is None else [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
         self._wrappers = [weakref.ref(module) for module in found]
         self._copies: dict[int, str] = {}
         self._ignored: set[int] = set()
@@ -406,7 +395,7 @@ LOCAL = ("loss", "gradient norm")
 
 def has_own_batches(module: nn.Module, members: Sequence[int]) -> bool:
     """Whether each of these ranks has a batch of its own: under DDP or FSDP2 over just them, and no tensor parallelism."""
-    if is_ddp(module):
+    if isinstance(module, DistributedDataParallel):
         return ranks_of(module) == sorted(members)
     if not any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
         return False
@@ -602,9 +591,9 @@ class ReplicaCheck(Plugin):
         self._common = Common(self._distinct, module, self._ranks.members)
         called = self._common.wrapper or module
         self._has_own_batches = has_own_batches(called, self._ranks.members)
-        if self._board is not None and (self._has_own_batches or is_ddp(called)):
+        if self._board is not None and (self._has_own_batches or isinstance(called, DistributedDataParallel)):
             self._handles.of_module(called.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True))
-        if self._board is not None and is_ddp(called):
+        if self._board is not None and isinstance(called, DistributedDataParallel):
             self._handles.of_module(called.module.register_forward_pre_hook(ModuleHook(self._inner_called), prepend=True))
 
     def on_detach(self) -> None:
@@ -653,7 +642,8 @@ class ReplicaCheck(Plugin):
             return
         if self._snapshot is not None and self._snapshot.step != step:
             self._end()  # the batch of a step whose optimizer did not step
-        optimizers, names = list(self.context.optimizers), self._names()
+        optimizers, stepped = list(self.context.optimizers), self._planner.source.stepped
+        names = {id(stepped(parameter)): name for name, parameter in self._parameters()}
         before = optimizers[: optimizers.index(optimizer)] if optimizer in optimizers else []
         first = sum(len(each.param_groups) for each in before)
         items = list(self._common.of_optimizer(optimizer, names, self._sync_every > 1, first))
@@ -667,7 +657,9 @@ class ReplicaCheck(Plugin):
         self._taken.add(id(optimizer))
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        self._brings_buffers = is_ddp(module) and is_broadcasting(module)
+        if isinstance(module, DistributedDataParallel):  # after a hook of the user, buffers are as that has left them
+            sends = module.will_sync_module_buffers()  # type: ignore[no-untyped-call]
+            self._brings_buffers = sends and not hasattr(module, "buffer_hook")
         if self._has_own_batches and self._trains(module) and self._is_due(step := self.context.coming_step):
             self.context.call(self._take_batch, step, args, kwargs or {})
 
@@ -696,9 +688,6 @@ class ReplicaCheck(Plugin):
         for name, parameter, _ in () if inventory is None else inventory.there():
             if not self._planner.source.is_part(parameter):  # whose other elements are on other ranks, so that it is no copy
                 yield name, parameter
-
-    def _names(self) -> Mapping[int, str]:
-        return {id(self._planner.source.stepped(parameter)): name for name, parameter in self._parameters()}
 
     def on_step_closed(self, step: ActiveStep) -> None:
         snapshot, board, now = self._snapshot, self._board, self.context.step or 0
@@ -769,18 +758,25 @@ class ReplicaCheck(Plugin):
 
         yield from snapshot.land()
         board.has_changed()
-        put("digests", self._first_message(snapshot))
+        local = self._next_ranges(step) if self._sync_every == 1 and self._has_own_batches else {}
+        before, self._batch = self._batch, snapshot.batch
+        shares = {share: digest_of(sorted(found.items())) for share, found in snapshot.by_share.items()}
+        put("digests", {"shares": shares, "batch": snapshot.batch, "batch before": before, "local": local})
         differ: list[Suspects] = []
         pairs: list[list[Found]] = []
         if is_first:
             digests = yield from read("digests", range(board.count))
             differ = suspects({rank: message["shares"] for rank, message in digests.items()})
-            put("question", {"ranks": _asked(differ), **self._question(step, digests)})
+            ranges = {rank: message["local"] for rank, message in digests.items()}
+            facts = same_batches(step, digests) + ranks_apart(step, ranges, self._streaks, self._ranks.members)
+            asked = sorted({rank for who in differ for rank in (who.reference, who.odd)})
+            is_compared = compared({rank: message["shares"] for rank, message in digests.items()})
+            put("question", {"ranks": asked, "facts": [fact.to_dict() for fact in facts], "compared": is_compared})
         question = (yield from read("question", [0]))[0]
         asked, found, is_good = question["ranks"], question["facts"], question["compared"]
         if board.rank in asked:
-            shares = {share: [[*key, value] for key, value in of.items()] for share, of in snapshot.by_share.items()}
-            put("answer", {"shares": shares})
+            values = {share: [[*key, value] for key, value in of.items()] for share, of in snapshot.by_share.items()}
+            put("answer", {"shares": values})
             yield  # so that the trace has the next step, in which a difference of state shows
         if is_first and asked:
             answers = yield from read("answer", asked)
@@ -798,19 +794,6 @@ class ReplicaCheck(Plugin):
         if is_good:
             self._last_good = step
         return [LoopFinding.of_dict(fact) for fact in found]
-
-    def _question(self, step: int, messages: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        local = {rank: message.get("local", {}) for rank, message in messages.items()}
-        facts = same_batches(step, messages) + ranks_apart(step, local, self._streaks, self._ranks.members)
-        is_compared = compared({rank: message["shares"] for rank, message in messages.items()})
-        return {"facts": [fact.to_dict() for fact in facts], "compared": is_compared}
-
-    def _first_message(self, snapshot: Snapshot) -> dict[str, Any]:
-        local = self._next_ranges(snapshot.step) if self._sync_every == 1 and self._has_own_batches else {}
-        before, self._batch = self._batch, snapshot.batch
-        shares = {share: digest_of(sorted(found.items())) for share, found in snapshot.by_share.items()}
-        message = {"shares": shares, "batch": snapshot.batch, "batch before": before}
-        return {**message, "local": local} if local else message
 
     def _next_ranges(self, step: int) -> dict[str, list[float]]:
         """The ranges of this rank's own values since the ranges before, where there are enough of them."""
@@ -881,10 +864,6 @@ class ReplicaCheck(Plugin):
                 if kind == PARAMETER:
                     norms.update((name, float(table.rows[place[name], Column.SQUARE_SUM]) ** 0.5) for name in there)
         return {"steps": steps, "norms": norms}
-
-
-def _asked(differ: Sequence[Suspects]) -> list[int]:
-    return sorted({rank for who in differ for rank in (who.reference, who.odd)})
 
 
 def _answered(message: Mapping[str, Any], share: str) -> Found:
