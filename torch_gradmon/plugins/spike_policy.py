@@ -8,6 +8,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..core import keys as n
 from ..core.errors import SpikeError, WarningLog
@@ -71,7 +72,7 @@ class Buffers:
         if self._version != version:
             self._modules, self._version, self._seen = [weakref.ref(module) for module in model.modules()], version, {}
         before, self._seen, left = self._seen, {}, COPIED
-        others: list[tuple[_Buffer, Tensor]] = []
+        found: list[tuple[bool, int, _Buffer, Tensor]] = []  # whether its copy is optional, and its size
         for number, reference in enumerate(self._modules):
             module = reference()
             for name, buffer in module._buffers.items() if module is not None else ():
@@ -84,13 +85,10 @@ class Buffers:
                     continue
                 # kernels of normalisation layers write without a count; so may any TorchScript module
                 is_statistics = isinstance(module, (_NormBase, torch.jit.ScriptModule)) and getattr(module, "training", False)
-                if is_statistics or seen.is_moving:
-                    seen.copy = buffer.detach().clone()
-                    left -= buffer.nbytes
-                else:
-                    others.append((seen, buffer))
-        for seen, buffer in sorted(others, key=lambda each: each[1].nbytes):
-            if (left := left - buffer.nbytes) < 0:
+                found.append((not (is_statistics or seen.is_moving), buffer.nbytes, seen, buffer))
+        for is_optional, nbytes, seen, buffer in sorted(found, key=itemgetter(0, 1)):
+            left -= nbytes
+            if is_optional and left < 0:
                 break
             seen.copy = buffer.detach().clone()
 
@@ -303,13 +301,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def _copied(value: Any) -> Any:
     """A copy on the host that shares nothing."""
-    if isinstance(value, Tensor):
-        return _on_host(value)
-    if isinstance(value, dict):
-        return {name: _copied(each) for name, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copied(each) for each in value)
-    return copy.deepcopy(value)
+    return tree_map(lambda each: _on_host(each) if isinstance(each, Tensor) else copy.deepcopy(each), value)
 
 
 def _restored(now: Any, saved: Any, parameter: Tensor | None, written: set[int]) -> Any:
