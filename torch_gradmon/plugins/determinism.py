@@ -140,12 +140,10 @@ def _untouched(*modules: nn.Module) -> Iterator[None]:
             "check_determinism(lambda model: loss_fn(model(x), y)) and use that argument"
         )
 
-    handles = [module.register_forward_pre_hook(refuse, prepend=True) for module in {id(each): each for each in modules}.values()]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in {id(each): each for each in modules}.values():
+            hooks.enter_context(module.register_forward_pre_hook(refuse, prepend=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _verdict(passes: list[tuple[float, _Found]]) -> tuple[str, tuple[int, ...]]:

@@ -87,7 +87,9 @@ class FlightRecorder(Plugin):
 
     def _records(self, kept: Sequence[tuple[RecordedStep, float]]) -> list[StepRecord]:
         # all copies start before the first one is waited for
-        pending = [_pending(recorded) for recorded, _ in kept]
+        pending = [
+            PendingStep(PendingReadback(of.buffer), of.step, of.inventory, lambda _: [], [], of.tags, None) for of, _ in kept
+        ]
         layers, summary = LayerSelection(None), self._summary
         records = [RecordFactory(self._registry, layers, summary.of_one_step()).make(each)[0] for each in pending]
         return [
@@ -95,7 +97,3 @@ class FlightRecorder(Plugin):
             for record, (_, ended) in zip(records, kept, strict=True)
             if record.tables or record.values
         ]
-
-
-def _pending(recorded: RecordedStep) -> PendingStep:
-    return PendingStep(PendingReadback(recorded.buffer), recorded.step, recorded.inventory, lambda _: [], [], recorded.tags, None)

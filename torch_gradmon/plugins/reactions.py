@@ -170,5 +170,4 @@ def policy_of(on_spike: object) -> Policy | None:
 def _check_limit(limit: object, on_limit: object) -> None:
     if limit is not None:
         check.positive_int("limit", limit, "or None for no limit")
-    if not isinstance(on_limit, str) or on_limit not in _ON_LIMIT:
-        check.one_of("on_limit", on_limit, _ON_LIMIT)
+    check.one_of("on_limit", on_limit, _ON_LIMIT)

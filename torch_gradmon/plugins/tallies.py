@@ -103,7 +103,9 @@ class Tallies:
         found: dict[str, LoopFinding] = {}
         for (rule, _), tally in self._tallies.items():
             if tally.is_fact:
-                fact = _finding(rule, tally)
+                from ..core.loop_mistakes import LoopFinding
+
+                fact = LoopFinding(rule, tally.first, tally.last, tally.count, tally.where, dict(tally.evidence))
                 found[rule] = _merged(found[rule], fact) if rule in found else fact
         return list(found.values())
 
@@ -128,12 +130,6 @@ def _mistake(rule: str) -> Mistake:
     from ..core.loop_mistakes import MISTAKES, SETUP_MISTAKES
 
     return MISTAKES.get(rule) or SETUP_MISTAKES[rule]
-
-
-def _finding(rule: str, tally: Tally) -> LoopFinding:
-    from ..core.loop_mistakes import LoopFinding
-
-    return LoopFinding(rule, tally.first, tally.last, tally.count, tally.where, dict(tally.evidence))
 
 
 def _merged(one: LoopFinding, other: LoopFinding) -> LoopFinding:
