@@ -331,14 +331,6 @@ class GradientCapture:
 _TOGETHER = 2**22
 
 
-def _settings(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    for group in optimizer.param_groups:
-        settings = {name: value for name, value in group.items() if name != "params"}
-        found.update(dict.fromkeys(map(id, group["params"]), settings))
-    return found
-
-
 class ParameterCapture:
     """Measures parameters before the optimizer's step, and updates: parameters after it minus before it.
 
@@ -455,7 +447,10 @@ class ParameterCapture:
             owned: Mapping[int, Tensor] = parameters
             if self._source is not PLAIN_GRADIENTS:
                 owned = {p: whole for p, q in parameters.items() if (whole := self._whole(q, states.names[p])) is not None}
-            groups, state = _settings(optimizer), optimizer.state
+            groups, state = dict[int, dict[str, Any]](), optimizer.state
+            for group in optimizer.param_groups:
+                settings = {name: value for name, value in group.items() if name != "params"}
+                groups.update(dict.fromkeys(map(id, group["params"]), settings))
             kept = {  # functions get detached ones
                 p: {**state.get(q, {}), "param": q, "grad": q.grad, "group": groups.get(id(q), {})} for p, q in owned.items()
             }
