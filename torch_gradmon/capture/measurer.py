@@ -85,7 +85,11 @@ class OutOfStep:
     eight steps after it has risen (Wortsman et al. 2023, arXiv 2304.13013, abstract).
     """
 
-    def _sums(self, state: State) -> Tensor | None:
+    def __call__(self, state: State) -> Tensor | None:
+        found = self.contribution(state)
+        return None if found is None else (found[1][0] / found[1][1]).sqrt()
+
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
         """The sum over the elements and their number, ``[2]``; None without a second moment of Adam."""
         gradient, moment, step, group = (state.get(name) for name in ("grad", "exp_avg_sq", "step", "group"))
         if gradient is None or not isinstance(moment, Tensor) or moment.shape != gradient.shape or gradient.is_complex():
@@ -96,15 +100,7 @@ class OutOfStep:
             step = step.to(accumulator_dtype(step.device))
         corrected = 1 - group["betas"][1] ** step
         sums = sum_of_squared_ratios(gradient, moment, corrected, group["eps"] ** 2)
-        return torch.stack([sums, sums.new_full((), moment.numel())])
-
-    def __call__(self, state: State) -> Tensor | None:
-        sums = self._sums(state)
-        return None if sums is None else (sums[0] / sums[1]).sqrt()
-
-    def contribution(self, state: State) -> tuple[str, Tensor] | None:
-        sums = self._sums(state)
-        return None if sums is None else ("rms", sums)
+        return "rms", torch.stack([sums, sums.new_full((), moment.numel())])
 
 
 #: A metric whose values follow from inner products, the keys of all its values, the positions of those that have pairs, and these.
