@@ -317,14 +317,6 @@ MODULE_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
 }
 
 
-def _called(source: str, table: StatsTable, traced: Container[tuple[str, str]]) -> StatsTable:
-    if not traced:
-        return table
-    counts = table.rows[:, Column.COUNT].tolist()
-    kept = [p for p, name in enumerate(table.names) if counts[p] or (source, name) not in traced]
-    return replace(table, names=tuple(table.names[p] for p in kept), rows=table.rows[kept])
-
-
 # --- Rows of small and of large CPU tensors, which are kept as numbers and stored all at once ---
 
 #: Elements of the copies of small tensors that are measured together: 4 MB of float32, copied while they are in a cache.
@@ -545,7 +537,12 @@ class ModuleValues:
         def evaluate(tables: dict[str, StatsTable]) -> list[Block]:
             blocks = []
             for source in [each for each in n.MODULE_SOURCES if each in tables]:
-                table = tables[source] = _called(source, tables[source], calls[2])
+                table = tables[source]
+                if traced := calls[2]:
+                    counts = table.rows[:, Column.COUNT].tolist()
+                    kept = [p for p, name in enumerate(table.names) if counts[p] or (source, name) not in traced]
+                    names = tuple(table.names[p] for p in kept)
+                    table = tables[source] = replace(table, names=names, rows=table.rows[kept])
                 blocks += view_blocks(self._groups(source, table.names, calls), table, source)
             return blocks
 
