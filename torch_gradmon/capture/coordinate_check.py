@@ -33,15 +33,14 @@ def _difference(*tensors: Tensor | None) -> Tensor | str:
     for tensor in tensors:
         if tensor is None:
             return "the reference module has no such tensor"
-        reason = refusal(tensor)
-        if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
-            reason = f"a tensor of dtype {tensor.dtype}, which has no difference"
-        if reason is None and tensor.layout != torch.strided:
-            reason = f"a tensor of layout {tensor.layout}"
-        if reason is None and not tensor.numel():
-            reason = "it has no elements"
-        if reason is not None:
+        if (reason := refusal(tensor)) is not None:
             return reason
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return f"a tensor of dtype {tensor.dtype}, which has no difference"
+        if tensor.layout != torch.strided:
+            return f"a tensor of layout {tensor.layout}"
+        if not tensor.numel():
+            return "it has no elements"
         found.append(tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
     if len(found) == 1:
         return found[0]
