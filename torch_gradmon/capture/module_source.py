@@ -272,7 +272,6 @@ class ForwardHooks:
         self._before_root, self._after_root = Handles(), Handles()
         # with the module, since another one may take its name, and even its address
         self._hooks: dict[_Place, tuple[weakref.ref[nn.Module], Handles]] = {}
-        self._version: int | None = None
         self.on_root = self.on_root_inputs = False  # has hooks on it
         self.has_compiled_parts = False  # when hooks were installed
         self._fusible: list[tuple[weakref.ref[nn.Module], list[Handles]]] = []  # encoder layers, and the hooks in each
@@ -283,9 +282,9 @@ class ForwardHooks:
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
         """Install hooks where any of ``metrics`` matches, and ``on_root``, once per ``version`` of the plan. Returns whether it did."""
-        if version == self._version:
+        if self._asked is not None and self._asked[2] == version:
             return False
-        self._version, self._asked = version, (inventory, metrics, version, on_root)
+        self._asked = inventory, metrics, version, on_root
         wanted = _wanted(inventory, metrics)
         views = [metric for metric in metrics if metric.source == n.ACTIVATION and metric.function is None]
         # those of which a graph can compute any metric
@@ -326,11 +325,11 @@ class ForwardHooks:
 
     def install_in_compiled(self) -> bool:
         """Parts may have been compiled since hooks were installed, and need more. Returns whether the model has compiled parts."""
-        root = self.root
-        if self._asked is None or root is None or not is_compiled(root):
+        root, asked = self.root, self._asked
+        if asked is None or root is None or not is_compiled(root):
             return False
-        self._version = None
-        return self.install(root, *self._asked)
+        self._asked = None
+        return self.install(root, *asked)
 
     def _in_fusible(self, root: nn.Module) -> list[tuple[weakref.ref[nn.Module], list[Handles]]]:
         layers = [module for module in root.modules() if isinstance(module, nn.TransformerEncoderLayer)]
@@ -420,7 +419,7 @@ class ForwardHooks:
         """Remove the hooks that only monitored steps need; also those on the root, unless it must keep them."""
         for _, handles in self._hooks.values():
             handles.remove()
-        self._hooks, self._fusible, self._version, self._asked = {}, [], None, None
+        self._hooks, self._fusible, self._asked = {}, [], None
         self.on_root_inputs = False
         self.graphs.clear()
         if not stays_on_root:
