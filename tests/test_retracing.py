@@ -19,8 +19,8 @@ def _run(args: Any, kwargs: Any, note: list[tuple[Tensor, Tensor]]) -> ReplayedF
     run = ReplayedForward()
     for pair in note:
         run.note(*pair)
-    run.called("part", args, kwargs)
-    run.returned("part", torch.full((2,), 7.0))
+    run.note_call(True, "part", args, kwargs)
+    run.note_call(False, "part", args, torch.full((2,), 7.0))
     return run
 
 
@@ -53,8 +53,8 @@ def test_a_tensor_that_was_written_to_is_another_one(written: str) -> None:
     run = ReplayedForward()
     run.note(x, copy)
     (copy if written == "copy" else x).add_(1)
-    run.called("part", (copy,), {})
-    run.returned("part", torch.full((2,), 7.0))
+    run.note_call(True, "part", (copy,), {})
+    run.note_call(False, "part", (copy,), torch.full((2,), 7.0))
     assert not _found(run, (x,), {})
 
 
@@ -71,9 +71,9 @@ def test_what_cannot_be_compared_or_came_from_elsewhere_is_not_kept() -> None:
 
 def test_a_call_that_raised_leaves_no_outcome_and_the_one_around_it_has_its_own() -> None:
     run = ReplayedForward(keeps_all=True)
-    run.called("outer", (), {})
-    run.called("inner", (), {})
-    run.returned("outer", torch.ones(1))
+    run.note_call(True, "outer", (), {})
+    run.note_call(True, "inner", (), {})
+    run.note_call(False, "outer", (), torch.ones(1))
     assert run.outcome("inner", 0) is None
     outer = run.outcome("outer", 0)
     assert outer is not None

@@ -191,27 +191,21 @@ class ReplayedForward:
     def note_call(self, begins: bool, name: str, args: tuple[Any, ...], value: Any) -> None:
         """A call of a part begins, with ``value`` as keyword arguments, or ends, with it as output."""
         if begins:
-            self.called(name, args, value or {})
-        else:
-            self.returned(name, value)
-
-    def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        number = self._calls[name]
-        self._calls[name] += 1
-        leaves, structure = tree_flatten((args, dict(kwargs)))
-        given = [self._of_model(leaf) for leaf in leaves]
-        outcome = ReplayedOutputs(None if any(leaf is _UNKNOWN for leaf in given) else (given, structure))
-        if self._keeps_all:
-            outcome.first = {path: tensor.detach().clone() for path, tensor in first_of(args, kwargs) if refusal(tensor) is None}
-        self._open.append((name, number, outcome))
-
-    def returned(self, name: str, output: Any) -> None:
-        """A part has returned; inner calls that did not return have raised."""
-        while self._open:
+            number, kwargs = self._calls[name], value or {}
+            self._calls[name] += 1
+            leaves, structure = tree_flatten((args, dict(kwargs)))
+            given = [self._of_model(leaf) for leaf in leaves]
+            outcome = ReplayedOutputs(None if any(leaf is _UNKNOWN for leaf in given) else (given, structure))
+            if self._keeps_all:
+                first = first_of(args, kwargs)
+                outcome.first = {path: tensor.detach().clone() for path, tensor in first if refusal(tensor) is None}
+            self._open.append((name, number, outcome))
+            return
+        while self._open:  # inner calls that did not return have raised
             called, number, outcome = self._open.pop()
             if called == name:
                 if self._keeps_all or outcome.given is not None:
-                    tensors = tensors_of(output, "")
+                    tensors = tensors_of(value, "")
                     outcome.outputs = {path: tensor.detach().clone() for path, tensor in tensors if refusal(tensor) is None}
                     self._outcomes[name, number] = outcome
                 return
