@@ -14,8 +14,8 @@ import itertools
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, MutableSet
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -306,6 +306,15 @@ def copied(value: Any) -> Any:
 # --- Which calls of a model and its parts are training: not those of evaluation, recomputation or a pause ---
 
 
+class LoopLinks(NamedTuple):
+    """What the hooks on modules ask of the loop, and what they tell it."""
+
+    inverse_scale: Callable[[], Tensor | None]  # returns the factor for gradients
+    awaited: MutableSet[int]  # backward passes that have reached a parameter, until they end
+    root_called: Callable[[nn.Module], object] = lambda _: None  # before anything else
+    part_called: Callable[[nn.Module], object] = lambda _: None  # with a part of the model that runs while no step is open
+
+
 class PassTracker:
     """The state of the running forward.
 
@@ -321,6 +330,7 @@ class PassTracker:
     def __init__(self) -> None:
         self.handled = id(sys.exc_info()[1])  # the exception that the script handled when it called the root
         self._sign = PassTracker._last_called = object()
+        self.links = LoopLinks(lambda: None, set())
         self.root_trains: bool | None = None  # whether the running forward of the root is training; None while none is running
         self.forward_seen = False  # the root was ever called
         self.is_paused = False  # nothing is measured; :attr:`paused` knows more

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping, MutableSet, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import CodeType
@@ -68,9 +68,6 @@ class ModuleCalls:
         self._complaints, self._fence, self._passes = measurer.complaints, fence, passes
         self._values = values
         self.reference: ReferencePass | None = None
-        # called with a part of the model that runs while no step is open
-        self.on_part: Callable[[nn.Module], object] = lambda _: None
-        self.inverse_scale: Callable[[], Tensor | None] = lambda: None  # returns the factor for gradients
         # backward passes that have reached one of the tensors, and have not ended: they are running, or were interrupted
         self.awaited: set[int] = set()
         self._handles, self._round = Handles(), 0
@@ -169,9 +166,9 @@ class ModuleCalls:
 
     def _part_called(self, module: nn.Module, value: Any) -> None:
         if (self._buffer is None or self._passes.is_tentative) and self._passes.part_began():
-            self.on_part(module)
+            self._passes.links.part_called(module)
         elif self._buffer is not None and not (module.training or self._passes.counts_eval):
-            self.on_part(module)  # in evaluation mode, after a call in training mode that has opened the step
+            self._passes.links.part_called(module)  # in evaluation mode, after a call in training mode that has opened the step
         try:
             self._passes.watch_part(module, value, missed=self._buffer is None)
         except Exception as error:
@@ -191,7 +188,7 @@ class ModuleCalls:
         start = time.perf_counter()
         try:
             with self._lock, outside_dispatch_modes(), torch.no_grad():
-                self._values.measure(source, name, gradient, call, path, self.inverse_scale())
+                self._values.measure(source, name, gradient, call, path, self._passes.links.inverse_scale())
         except Exception as error:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
         self._fence.seconds += time.perf_counter() - start
@@ -499,27 +496,12 @@ class ModuleSource:
         self.reference: ReferencePass | None = None
         self._loop_run: LoopRun | None = None  # with a reference
         self.hooks = ForwardHooks(self, self._calls, measurer.statistics.eps)
-        self._opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False  # the model has had a training forward or a backward pass in this step
         self._step: tuple[StepBuffer, tuple[Metric, ...], ModelIndex] | None = None
         self._buffer: StepBuffer | None = None  # None also while nothing is asked of modules
         self._due = False
-        self._awaited: MutableSet[int] = set()
         self._has_forward = self._has_backward = False  # of this step, which was not interrupted
         self._lost: tuple[str, ...] = ()  # sources of which a pass in this step had values that were dropped
-
-    def connect(
-        self,
-        inverse_scale: Callable[[], Tensor | None],
-        opening: Callable[[nn.Module], object],
-        part_called: Callable[[nn.Module], object],
-        awaited: MutableSet[int],
-    ) -> None:
-        """Connect with the loop: what to call with the root before anything else, and with a part that runs while no step is open;
-        ``awaited``: backward passes that have reached a parameter, until they end.
-        """
-        self._opening, self._awaited = opening, awaited
-        self._calls.inverse_scale, self._calls.on_part = inverse_scale, part_called
 
     # --- what few programs ask for ---------------------------------------------------------------------------------------------
 
@@ -554,12 +536,12 @@ class ModuleSource:
         """Where nothing is due and no module has a hook, no more is called in this step."""
         self._step, self._buffer, self.was_trained = (buffer, metrics, inventory), None, False
         passes = self.passes
-        if metrics or self._awaited or self.hooks.on_root or passes.is_open or passes.missed or self.hooks.graphs.traced:
+        if metrics or passes.links.awaited or self.hooks.on_root or passes.is_open or passes.missed or self.hooks.graphs.traced:
             self._begin_measuring()
 
     def _begin_measuring(self) -> None:
         assert self._step is not None
-        if self._awaited:
+        if self.passes.links.awaited:
             self._drop_interrupted(calls=0)
         buffer, metrics, inventory = self._step
         self._buffer, self._lost = buffer, ()
@@ -598,7 +580,7 @@ class ModuleSource:
         if self._step is None:
             return
         self._step = None
-        if self._awaited or self.passes.root_trains is not None or self._calls.awaited:
+        if self.passes.links.awaited or self.passes.root_trains is not None or self._calls.awaited:
             self._drop_interrupted(calls=0)
         self.was_trained, was_trained = False, self.was_trained
         if (buffer := self._buffer) is None:
@@ -677,19 +659,19 @@ class ModuleSource:
         self.hooks.graphs.open(is_open and not self.passes.paused)
 
     def pause(self, is_paused: bool) -> None:
-        if self._awaited:
+        if self.passes.links.awaited:
             if is_paused:
                 self._drop_interrupted(calls=0)
             elif not _is_in_backward():
-                self._awaited.clear()  # what was interrupted meanwhile has measured nothing
+                self.passes.links.awaited.clear()  # what was interrupted meanwhile has measured nothing
         self.hooks.graphs.open(self.passes.is_open and not is_paused)
 
     def backward_ended(self) -> None:
         self.was_trained = True
         if torch._C._current_autograd_node() is not None:  # a nested one
             return
-        if self._awaited or self._calls.awaited:  # an earlier one, through the same forward
-            self._drop(_OF_PASSES if self._awaited else _GRADIENTS, is_alone=False)
+        if self.passes.links.awaited or self._calls.awaited:  # an earlier one, through the same forward
+            self._drop(_OF_PASSES if self.passes.links.awaited else _GRADIENTS, is_alone=False)
             self._forget_awaited()
         self._has_backward = True
 
@@ -704,16 +686,16 @@ class ModuleSource:
             self._leave_root()  # by what is no Exception, so that no hook has seen the end
             if trains:
                 self._drop(_OF_PASSES, is_alone=not self._has_forward)
-        if not (self._awaited or self._calls.awaited) or _is_in_backward():
+        if not (self.passes.links.awaited or self._calls.awaited) or _is_in_backward():
             return
-        if self._awaited:
+        if self.passes.links.awaited:
             self._drop(_OF_PASSES, is_alone=not self._has_backward)
         else:
             self._drop(_GRADIENTS, is_alone=not self._calls.has_ended)
         self._forget_awaited()
 
     def _forget_awaited(self) -> None:
-        self._awaited.clear()
+        self.passes.links.awaited.clear()
         self._calls.awaited.clear()
 
     def _drop(self, sources: tuple[str, ...], is_alone: bool) -> None:
@@ -773,10 +755,10 @@ class ModuleSource:
 
     def root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """The root is called; ``kwargs`` is None after its hook was removed."""
-        if self._awaited or self.passes.root_trains is not None or self._calls.awaited:
+        if self.passes.links.awaited or self.passes.root_trains is not None or self._calls.awaited:
             self._drop_interrupted(calls=1)
         # before the reference runs, since it has copies of the model's own hooks; so the step may have to be opened here
-        self._opening(module)
+        self.passes.links.root_called(module)
         # a hook that is removed while earlier hooks run is called once more, without kwargs; if the opening of an unmonitored
         # step has removed it, no hook would see the end of this forward
         if kwargs is None or not self.hooks.on_root or torch._C._current_graph_task_id() != -1:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..capture.gradients import inverse, reciprocal, scale_of
-from ..capture.hooks import WrappedMethod
+from ..capture.hooks import LoopLinks, WrappedMethod
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display, nearest, warn_user
@@ -843,7 +843,8 @@ class Runtime:
             lifecycle.plugins.restart()
             lifecycle.plugins.call("on_attach", module, optimizers)
             lifecycle.installed_for = None
-            self.captures.connect(loop.inverse_scale, loop.model_hooks.root_called, loop.part_called, loop.backward_hooks.awaited)
+            awaited, root_called = loop.backward_hooks.awaited, loop.model_hooks.root_called
+            self.captures.passes.links = LoopLinks(loop.inverse_scale, awaited, root_called, loop.part_called)
             # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
             lifecycle.install()
             self.fence.cost()
@@ -875,7 +876,7 @@ class Runtime:
             scaler = None if (alive := runtime()) is None else alive.scaler
             return None if (scale := scale_of(scaler)) is None else reciprocal(scale)
 
-        self.captures.connect(inverse_scale)
+        self.captures.passes.links = LoopLinks(inverse_scale, set())
 
     def leave(self) -> None:
         """End the step in flight, or drop it if it is unfinished, and take what is recorded."""

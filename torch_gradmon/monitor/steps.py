@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableSet
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
@@ -90,27 +90,13 @@ class Captures:
         self.parameters = ParameterCapture(measurer, update_sample)
         self.passes = PassTracker()
         self.modules: ModuleSource | None = None
-        self._connected: tuple[Any, ...] = ()
         self._step: tuple[StepBuffer, tuple[Metric, ...], ModelIndex] | None = None  # the open one
-
-    def connect(
-        self,
-        inverse_scale: Callable[[], Tensor | None],
-        opening: Callable[[nn.Module], object] = lambda _: None,
-        part_called: Callable[[nn.Module], object] = lambda _: None,
-        awaited: MutableSet[int] | None = None,
-    ) -> None:
-        """Connect what measures modules with the loop, see :meth:`ModuleSource.connect`."""
-        self._connected = inverse_scale, opening, part_called, set() if awaited is None else awaited
-        if self.modules is not None:
-            self.modules.connect(*self._connected)
 
     def needed_modules(self) -> ModuleSource:
         if self.modules is None:
             from ..capture.module_source import ModuleSource  # most programs ask for nothing of modules
 
             self.modules = ModuleSource(self.measurer, self._fence, self.passes)
-            self.modules.connect(*self._connected)
             if self._step is not None:
                 self.modules.begin(*self._step)
         return self.modules
