@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core import keys as n
-from ..core.errors import WarningLog
 from ..core.fence import Fence
 from ..core.moments import Column
 from ..core.records import Metric
@@ -174,8 +173,9 @@ _NO_CALL = (
 
 
 class AttentionRecorder:
-    def __init__(self, complaints: WarningLog, values: ModuleValues, fence: Fence, in_forward: Callable[[], bool]) -> None:
-        self._complaints, self._values, self._fence, self._in_forward = complaints, values, fence, in_forward
+    def __init__(self, values: ModuleValues, fence: Fence, in_forward: Callable[[], bool], in_graphs: Callable[[], bool]) -> None:
+        self._values, self._fence, self._in_forward = values, fence, in_forward
+        self._in_graphs = in_graphs  # whether a part of the model is compiled, so that observing would cause a recompilation
         self.buffer: StepBuffer | None = None
         self._metrics: Sequence[Metric] = ()
         self._names: dict[int, str] = {}  # of known modules, and the parts of those that are wrappers, by id
@@ -187,7 +187,6 @@ class AttentionRecorder:
         self._observed: set[str] = set()
         self._reason = _NO_CALL
         self._unseen: dict[str, str] = {}  # why the last step with metrics of a source had no values of it
-        self.compiled = False  # a part of the model is compiled, so observing would cause a recompilation
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
         self.buffer, self._reason = buffer, _NO_CALL
@@ -202,21 +201,19 @@ class AttentionRecorder:
                 for part in wrapped_by(module)
             }
 
-    def end(self, has_graphs: bool = False) -> None:
-        """End the step; ``has_graphs``: a compiled graph contains a hook."""
-        self.compiled |= has_graphs
+    def end(self) -> None:
         if self.buffer is not None:
             for source in {metric.source for metric in self._metrics}:
                 self._unseen.pop(source, None)
                 if not self._reported and not self._observed:
-                    reason = _NOT_IN_GRAPHS if self.compiled else self._reason
+                    reason = _NOT_IN_GRAPHS if self._in_graphs() else self._reason
                     self._unseen[source] = self.buffer.absent.get((source, ""), reason)
             self.buffer.absent.update({(source, ""): reason for source, reason in self._unseen.items()})
         self.buffer = None
         self.leave()
 
     def enter(self) -> None:
-        if self._metrics and not self.compiled:
+        if self._metrics and not self._in_graphs():
             if is_called_by(COMPILER):
                 self._reason = _NOT_IN_GRAPHS  # torch.compile(model), assigned to another variable
             else:
@@ -240,7 +237,7 @@ class AttentionRecorder:
                         self._observed.add(name)
             except Exception as error:
                 self._reason = f"the attention of {name} could not be measured: {error}"
-                self._complaints.add(f"attention:{name}", f"the attention of {name} could not be measured", error)
+                self._fence.complaints.add(f"attention:{name}", f"the attention of {name} could not be measured", error)
         self._fence.seconds += time.perf_counter() - start
 
     def _innermost(self) -> str | None:

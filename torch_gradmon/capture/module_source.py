@@ -277,10 +277,10 @@ class ForwardHooks:
         self._root: weakref.ref[nn.Module] | None = None
         self._asked: tuple[ModelIndex, Sequence[Metric], int, bool] | None = None
 
-    def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
-        """Install hooks where any of ``metrics`` matches, and ``on_root``, once per ``version`` of the plan. Returns whether it did."""
+    def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> None:
+        """Install hooks where any of ``metrics`` matches, and ``on_root``, once per ``version`` of the plan."""
         if self._asked is not None and self._asked[2] == version:
-            return False
+            return
         self._asked = inventory, metrics, version, on_root
         wanted = _wanted(inventory, metrics)
         views = [metric for metric in metrics if metric.source == n.ACTIVATION and metric.function is None]
@@ -312,30 +312,23 @@ class ForwardHooks:
             self._leave_root()
         self.on_root_inputs = (_INPUTS[0], n.ROOT) in self._hooks
         self.has_compiled_parts = is_compiled(root)
-        self._fusible = self._in_fusible(root)
+        self._fusible = []
+        for layer in (module for module in root.modules() if isinstance(module, nn.TransformerEncoderLayer)):
+            inside = {id(module) for module in layer.modules()}
+            own = [handles for reference, handles in self._hooks.values() if id(reference()) in inside]
+            self._fusible.append((weakref.ref(layer), own))
         there = _there(inventory)
         parts = {id(part) for module in there.values() for part in wrapped_by(module)}
         self._left_out = list(canonical_names(name for name, each in root.named_modules() if id(each) not in parts).values())
         self._unhooked = [name for name, module in there.items() if not takes_hooks(module)]
         self._root = weakref.ref(root)
-        return True
 
-    def install_in_compiled(self) -> bool:
-        """Parts may have been compiled since hooks were installed, and need more. Returns whether the model has compiled parts."""
+    def install_in_compiled(self) -> None:
+        """Parts may have been compiled since hooks were installed, and need more."""
         root, asked = self.root, self._asked
-        if asked is None or root is None or not is_compiled(root):
-            return False
-        self._asked = None
-        return self.install(root, *asked)
-
-    def _in_fusible(self, root: nn.Module) -> list[tuple[weakref.ref[nn.Module], list[Handles]]]:
-        layers = [module for module in root.modules() if isinstance(module, nn.TransformerEncoderLayer)]
-        inside = [{id(module) for module in layer.modules()} for layer in layers]
-        hooks = [(module(), handles) for module, handles in self._hooks.values()] if layers else []
-        return [
-            (weakref.ref(layer), [handles for module, handles in hooks if id(module) in parts])
-            for layer, parts in zip(layers, inside, strict=True)
-        ]
+        if asked is not None and root is not None and is_compiled(root):
+            self._asked = None
+            self.install(root, *asked)
 
     def leave_fusible(self) -> None:
         """Take the hooks out of encoder layers that torch runs as one kernel in evaluation, unless any module in them has a hook: the
@@ -390,6 +383,10 @@ class ForwardHooks:
     @property
     def root(self) -> nn.Module | None:
         return None if self._root is None else self._root()
+
+    def are_in_graphs(self) -> bool:
+        """Whether a part of the model is compiled, or a graph contains a hook."""
+        return self.has_compiled_parts or len(self.graphs.traced) > 0
 
     @property
     def on_parts(self) -> bool:
@@ -517,10 +514,8 @@ class ModuleSource:
     def _add_attention(self) -> AttentionRecorder:
         from .attention import AttentionRecorder
 
-        complaints, graphs = self._measurer.complaints, self.hooks.graphs.traced
-        self._attention = added = AttentionRecorder(complaints, self.values, self._fence, self.passes.in_forward)
-        added.compiled = self.hooks.has_compiled_parts or len(graphs) > 0
-        return added
+        self._attention = AttentionRecorder(self.values, self._fence, self.passes.in_forward, self.hooks.are_in_graphs)
+        return self._attention
 
     def needed_reference(self) -> ReferencePass:
         from .reference import LoopRun, ReferencePass
@@ -585,13 +580,12 @@ class ModuleSource:
         self.was_trained, was_trained = False, self.was_trained
         if (buffer := self._buffer) is None:
             return
-        has_graphs = len(self.hooks.graphs.traced) > 0
         self._collect(buffer, was_trained)
         self._calls.end()
         if self._attention is not None:
-            self._attention.end(has_graphs)
+            self._attention.end()
         if self._check is not None:
-            self._check.end(self.hooks.has_compiled_parts or has_graphs)
+            self._check.end(self.hooks.are_in_graphs())
         if self.reference is not None and self._loop_run is not None:
             self._loop_run.end()
             self.reference.forget()
@@ -734,9 +728,7 @@ class ModuleSource:
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, root_too: bool) -> None:
         """``root_too``: on the root in any case, because modules log values themselves."""
         self._prepare(metrics)
-        is_new = self.hooks.install(root, inventory, metrics, version, root_too or _stays(self.reference, metrics))
-        if is_new and self._attention is not None:
-            self._attention.compiled = self.hooks.has_compiled_parts
+        self.hooks.install(root, inventory, metrics, version, root_too or _stays(self.reference, metrics))
 
     @property
     def has_removable_hooks(self) -> bool:
@@ -763,8 +755,8 @@ class ModuleSource:
         # step has removed it, no hook would see the end of this forward
         if kwargs is None or not self.hooks.on_root or torch._C._current_graph_task_id() != -1:
             return
-        if not self.passes.forward_seen and self.hooks.install_in_compiled() and self._attention is not None:
-            self._attention.compiled = True
+        if not self.passes.forward_seen:
+            self.hooks.install_in_compiled()
         self.hooks.leave_fusible()
         trains = self.passes.root_began(module)
         self.was_trained |= trains
