@@ -169,25 +169,22 @@ class DeadUnits:
         awake = (magnitude <= threshold(eps, magnitude.dtype)).logical_not()
         alive = awake.any(dim=others) if others else awake
         if self._alive is None or self._alive.shape != alive.shape or self._alive.device != alive.device:
-            self._alive, self._silent, self.steps = alive, None, 0
+            self._alive = alive
         else:
             self._alive |= alive
 
     def discard(self) -> None:
-        if self.is_seen and self._alive is not None:
-            self._alive = torch.zeros_like(self._alive)
-        self.is_seen = False
+        self._alive, self.is_seen = None, False
 
     def end_step(self) -> Tensor | None:
         """The share of dead units, 0-d; None before :data:`WINDOW` steps."""
-        if self._alive is None:
+        if (alive := self._alive) is None:
             return None
-        if self._silent is None:
-            self._silent = torch.zeros_like(self._alive, dtype=torch.int32)
-        keep_for_current_stream(self._alive)
+        if self._silent is None or self._silent.shape != alive.shape or self._silent.device != alive.device:
+            self._silent, self.steps = torch.zeros_like(alive, dtype=torch.int32), 0
+        keep_for_current_stream(alive)
         keep_for_current_stream(self._silent)
-        self._silent = torch.where(self._alive, 0, self._silent + 1)
-        self._alive = torch.zeros_like(self._alive)
+        self._silent = torch.where(alive, 0, self._silent + 1)
         self.steps += 1
         dead = (self._silent >= WINDOW).to(accumulator_dtype(self._silent.device))
         return dead.mean() if self.steps >= WINDOW else None
@@ -336,8 +333,7 @@ class HostRows:
         self._statistics = statistics
         self._buffer: StepBuffer | None = None
         self._rows: list[_MeasuredCall] = []
-        self._pool: Tensor | None = None
-        self._used = 0  # elements of it
+        self._used = 0  # elements of the copies
         self._small: list[tuple[frozenset[Column], Tensor]] = []
 
     def begin(self, buffer: StepBuffer | None) -> None:
@@ -362,10 +358,7 @@ class HostRows:
                 return False
             if self._used + tensor.numel() > CAPACITY:
                 self.flush()
-            if self._pool is None:
-                with torch.inference_mode(False):  # it is written to outside of that mode
-                    self._pool = torch.empty(CAPACITY, dtype=torch.float32, device="cpu")
-            copy = self._pool[self._used : self._used + tensor.numel()].view(tensor.shape).copy_(tensor)
+            copy = tensor.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             self._used += tensor.numel()
             # as GradScaler.unscale_ does, in float32
             self._small.append((columns, copy if inverse_scale is None else copy.mul_(inverse_scale)))
@@ -502,7 +495,7 @@ class ModuleValues:
         self.rows.begin(buffer)
         self.device_rows.begin(buffer)
         for units in self._units.values():
-            units.is_seen = False
+            units.discard()
         if modules is not self._modules or len(self._known) > 16:  # usually two are due by turns
             self._modules, self._known = modules, {}
         kind = tuple(map(id, metrics))
@@ -517,7 +510,6 @@ class ModuleValues:
                 elif units.is_seen:
                     reason = f"it takes {WINDOW} monitored steps, and {units.steps} were seen"
                     self._buffer.absent[ACTIVATION, f"{path}/dead"] = reason
-                units.is_seen = False
         self._buffer = None
         self.rows.begin(None)
         self.device_rows.begin(None)
