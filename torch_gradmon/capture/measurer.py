@@ -421,7 +421,12 @@ class Measurer:
                 value = self._call(metric, key, inputs)
                 if value is None:
                     buffer.absent[key.source, f"{name}/{metric.name}"] = _why_nothing(metric, inputs[0])
-                    self._note_nothing(metric, key, cause)
+                    # some tensors may have none; if the first comes round again before there was one of any, that is a mistake
+                    if cause not in self._silent:
+                        self._silent[cause] = key
+                    elif self._silent[cause] == key and not metric.built_in:
+                        message = f"the function of the metric {metric.name!r} has returned None each time so far: is its return missing?"
+                        self.complaints.add(f"nothing:{metric.name}", message)
                 else:
                     self._silent[cause] = None
                     (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation, weight)
@@ -430,14 +435,6 @@ class Measurer:
                 buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
                 message = f"the {metric.source} metric {metric.name!r} failed on {name} and is off for it; training continues"
                 self.complaints.add(cause, message, error)
-
-    def _note_nothing(self, metric: Metric, key: Key, cause: str) -> None:
-        """A function may have no value of some tensors. If the first comes round again before it had one of any, that is a mistake."""
-        if cause not in self._silent:
-            self._silent[cause] = key
-        elif self._silent[cause] == key and not metric.built_in:
-            message = f"the function of the metric {metric.name!r} has returned None each time so far: is its return missing?"
-            self.complaints.add(f"nothing:{metric.name}", message)
 
     def _call(self, metric: Metric, key: Key, inputs: Sequence[Any]) -> Any:
         """The value of the metric's function. Rejects in-place functions; the first call on each tensor runs on a copy."""
