@@ -196,7 +196,7 @@ class Snapshot:
         self._labels: list[tuple[str, str, str]] = []
         self._layout: list[tuple[str, str, tuple[int, ...], str]] = []
         self._parts: list[Tensor] = []
-        self._batch, self._has_buffers = 0, False
+        self._batch = 0
 
     def add_batch(self, tensors: Sequence[Tensor]) -> None:
         if not self._batch and tensors and not self._parts and len({tensor.device for tensor in tensors}) == 1:
@@ -204,8 +204,7 @@ class Snapshot:
             self._parts.append(packed(fingerprints(tensors)))
 
     def add_buffers(self, items: Sequence[Item]) -> None:
-        if not self._has_buffers:
-            self._has_buffers = True
+        if not any(kind == BUFFER for _, kind, _ in self._labels):
             self.add(items)
 
     def add(self, items: Sequence[Item]) -> None:
