@@ -470,7 +470,12 @@ class SpikePolicy(Plugin):
         events: list[SpikeEvent] = []
         count, refused = 0, optimizer.is_overflowed
         try:
-            record, whole = self.known = _looked_at(part)
+            tables, values, _ = part.flush()  # waits for the device
+            without = {*part.refused, *(source for (source, name) in part.absent if not name)}
+            before = tables.get(n.GRADIENT_BEFORE_CLIP)
+            whole = {} if before is None or n.GRADIENT_BEFORE_CLIP in without else gradient_values(before, (), {})
+            record = StepRecord(part.step, 0.0, True, values, tables)
+            self.known = record, whole
             # of the gradients that the optimizer will use, or, if unknown, before clipping
             table = record.tables.get(n.GRADIENT, record.tables.get(n.GRADIENT_BEFORE_CLIP))
             count = 0 if table is None else int(table.rows[:, Column.NONFINITE].sum())
@@ -558,12 +563,3 @@ class SpikePolicy(Plugin):
 def _ordinal(number: int) -> str:
     kind = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{kind}"
-
-
-def _looked_at(part: StepBuffer) -> tuple[StepRecord, dict[str, float]]:
-    """The values in ``part`` as a record, and the whole-model values that follow from them. Waits for the device."""
-    tables, values, _ = part.flush()
-    refused = {*part.refused, *(source for (source, name) in part.absent if not name)}
-    before = tables.get(n.GRADIENT_BEFORE_CLIP)
-    whole = {} if before is None or n.GRADIENT_BEFORE_CLIP in refused else gradient_values(before, (), {})
-    return StepRecord(part.step, 0.0, True, values, tables), whole
