@@ -203,14 +203,12 @@ class Hampel:
                     spread = max(spread, MAD_TO_STD * residuals.deviation * (1 + EARLY_SPREAD / self._count))
                 rise = position - median
                 score = max(score, rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0)
-            if score > self.threshold and self._is_usual(position):
-                score = self.threshold
+            if score > self.threshold:
+                nearly = position - (abs(self._levels["near"].median) if self.linear else 1.0) * math.log(self.least)
+                is_usual = sum(peak >= nearly for peak in self._peaks) >= USUAL
+                score = self.threshold if is_usual else score
         self._scored = value, score
         return score
-
-    def _is_usual(self, position: float) -> bool:
-        nearly = position - (abs(self._levels["near"].median) if self.linear else 1.0) * math.log(self.least)
-        return sum(peak >= nearly for peak in self._peaks) >= USUAL
 
     def update(self, value: float) -> None:
         """Learn a finite ``value`` unless its score is that of a spike."""

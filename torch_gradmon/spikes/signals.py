@@ -77,8 +77,8 @@ def episodes(events: Iterable[SpikeEvent], steps: Sequence[int]) -> list[Episode
 
 
 def largest(found: Sequence[Episode], most: int) -> list[Episode]:
-    kept = sorted(range(len(found)), key=lambda place: (-size(found[place].worst), place))[:most]
-    return [found[place] for place in sorted(kept)]
+    kept = sorted(found, key=lambda each: -size(each.worst))[:most]
+    return sorted(kept, key=lambda each: each.first)
 
 
 def counted(found: Sequence[Episode]) -> str:
