@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import sys
 import time
 import types
 from collections import Counter, deque
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..core.errors import GradmonWarning, TrainingStopped, WarningLog
@@ -141,16 +141,11 @@ def _without_advice() -> Iterator[None]:
 
     A filter of warnings is no option: setting one makes warnings that were shown once appear again.
     """
-    module = sys.modules.get("torch.utils.checkpoint")
-    check = getattr(module, "check_backward_validity", None)
-    if module is None or check is None:
-        yield
-        return
-    module.check_backward_validity = lambda _: None  # type: ignore[attr-defined]
+    check, checkpoint.check_backward_validity = checkpoint.check_backward_validity, lambda inputs: None
     try:
         yield
     finally:
-        module.check_backward_validity = check  # type: ignore[attr-defined]
+        checkpoint.check_backward_validity = check
 
 
 #: Both change the whole process.
