@@ -54,11 +54,6 @@ _has_grad, _set_grad, _running_task = torch.is_grad_enabled, torch._C._set_grad_
 _interpreter = torch._C._functorch.peek_interpreter_stack
 
 
-def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
-    """The marks at the graph node that made ``tensor``; they are freed with it."""
-    return notes_of(tensor.grad_fn).setdefault(_MARK, set())  # type: ignore[arg-type, no-any-return]
-
-
 _GRADIENT_OF = {n.ACTIVATION: n.ACTIVATION_GRADIENT, n.INPUT: n.INPUT_GRADIENT}
 _GRADIENTS = tuple(_GRADIENT_OF.values())
 
@@ -71,7 +66,7 @@ class ModuleCalls:
         # backward passes that have reached one of the tensors, and have not ended: they are running, or were interrupted
         self.awaited: set[int] = set()
         self._handles, self._round = Handles(), 0
-        self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
+        self._leaves: dict[int, tuple[weakref.ref[Tensor], set[tuple[Any, ...]]]] = {}
         self._probes: Sequence[Any] = ()  # the graph nodes that accumulate the gradients of the model's parameters
         self._task: tuple[int, bool] = (-1, False)
         self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
@@ -208,24 +203,22 @@ class ModuleCalls:
                 continue
             hook = Hook(self._gradient_came, source, name, path, call, within)
             self._handles.add(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
-            if tensor.grad_fn is None:
-                self._leaves[source, path, call, id(tensor)] = weakref.ref(tensor)
-            else:
-                _marks(tensor).add((id(self), self._round, tensor.output_nr, source, path, call))
+            self._marks(tensor).add((id(self), self._round, tensor.output_nr, source, path, call))
         if self._buffer is not None and not any(tensor.requires_grad for _, tensor in tensors):
             reason = "it needs no gradient: nothing that it is computed from is trained"
             self._buffer.absent.setdefault((source, name), reason)
 
     def _follows(self, source: str, path: str, call: int | None, tensor: Tensor) -> bool:
         """Whether this tensor already has a hook for this place; None means any call."""
-        if tensor.grad_fn is not None:  # a tensor saved for a recomputation may return as another object
-            node = (id(self), self._round, tensor.output_nr, source, path)
-            return any(mark[:-1] == node and call in (None, mark[-1]) for mark in _marks(tensor))
-        leaf = (source, path, id(tensor))
-        return any(
-            (of, at, number) == leaf and call in (None, when) and reference() is tensor
-            for (of, at, when, number), reference in self._leaves.items()
-        )
+        place = (id(self), self._round, tensor.output_nr, source, path)
+        return any(mark[:-1] == place and call in (None, mark[-1]) for mark in self._marks(tensor))
+
+    def _marks(self, tensor: Tensor) -> set[tuple[Any, ...]]:
+        if tensor.grad_fn is not None:  # they are freed with it; a tensor saved for a recomputation may return as another object
+            return notes_of(tensor.grad_fn).setdefault(_MARK, set())  # type: ignore[no-any-return]
+        if (known := self._leaves.get(id(tensor))) is None or known[0]() is not tensor:
+            known = self._leaves[id(tensor)] = weakref.ref(tensor), set()
+        return known[1]
 
     def _accumulates(self) -> bool:
         """Whether the running backward pass accumulates gradients: ``autograd.grad``, as for a gradient penalty, ends in no parameter."""
