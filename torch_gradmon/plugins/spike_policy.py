@@ -295,8 +295,7 @@ def _weakly(thing: Any) -> Callable[[], Any]:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    local = local_part(tensor).detach()
-    return local.clone() if local.device.type == "cpu" else local.to("cpu")
+    return local_part(tensor).detach().to("cpu", copy=True)
 
 
 def _copied(value: Any) -> Any:
