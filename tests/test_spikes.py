@@ -22,7 +22,7 @@ from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.core.records import SpikeEvent, StatsTable
 from torch_gradmon.spikes import Hampel, MedianMad
 from torch_gradmon.spikes.attribution import spike_cause
-from torch_gradmon.spikes.detector_set import GradientNormHistory, RecoveryTracker, recovery_text
+from torch_gradmon.spikes.detector_set import FollowUp, GradientNormHistory, recovery_text
 
 
 def _noise(count: int, seed: int = 0, level: float = 1.0, spread: float = 0.1) -> list[float]:
@@ -396,10 +396,10 @@ def test_a_rollback_forgets_the_steps_that_are_repeated() -> None:
     ],
 )
 def test_what_came_after_a_spike_is_told_once(after: list[float], words: str) -> None:
-    aftermath = RecoveryTracker()
-    aftermath.follow(SpikeEvent(30, "loss", 9.0, 20.0, 5.5, "loss is high", usual=1.0))
+    aftermath = FollowUp()
+    aftermath.cases["loss"] = [SpikeEvent(30, "loss", 9.0, 20.0, 5.5, "loss is high", usual=1.0)], []
     values = dict(zip(range(31, 60), after + [1.0] * 24, strict=True))
-    said = [(step, text) for step in range(31, 60) for text in aftermath.update(step, {}, lambda _, step=step: values[step])]
+    said = [(step, text) for step in range(31, 60) for text in aftermath.recovered(step, {}, lambda _, step=step: values[step])]
     ((at, text),) = said
     assert at == 35
     assert text.startswith(f"after the spike of step 30 loss {words}")

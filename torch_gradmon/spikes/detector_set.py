@@ -36,39 +36,6 @@ AFTER = 5
 BACK, SHARE_OF_WAY = 1.5, 0.25
 
 
-class RecoveryTracker:
-    def __init__(self) -> None:
-        #: by signal: the events of a spike, and the steps and values after it
-        self.cases: dict[str, tuple[list[SpikeEvent], list[tuple[int, float]]]] = {}
-
-    def follow(self, event: SpikeEvent) -> None:
-        self.cases.setdefault(event.signal, ([event], []))
-
-    def rewind(self, step: int) -> None:
-        for signal, (events, values) in list(self.cases.items()):
-            events[:] = [event for event in events if event.step < step]
-            values[:] = [(known, value) for known, value in values if known < step]
-            if not events:
-                del self.cases[signal]
-
-    def update(self, step: int, spikes: Mapping[str, SpikeEvent], value_of: Callable[[str], float | None]) -> list[str]:
-        """Take the next step, with its ``spikes`` by signal; return reports about earlier spikes that are due. One that continues in the
-        next step is the same spike, and the steps after its last one count; one of more than :data:`AFTER` steps is reported anyway.
-        """
-        found = []
-        for signal, (events, values) in list(self.cases.items()):
-            if step <= events[-1].step:
-                continue
-            if signal in spikes and not values:
-                events.append(spikes[signal])
-            elif (value := value_of(signal)) is not None:
-                values.append((step, value))
-            if len(values) >= AFTER or len(events) > AFTER:
-                del self.cases[signal]
-                found.append(recovery_text(events, values))
-        return found
-
-
 def recovery_text(events: Sequence[SpikeEvent], values: Sequence[tuple[int, float]]) -> str:
     """Describe what became of a signal: ``events`` are its spike, in one step or consecutive ones, ``values`` the ``(step, value)`` of the
     steps after that; empty if it has not ended.
@@ -125,7 +92,8 @@ class FollowUp:
     def __init__(self) -> None:
         self.rejected = 0  # consecutive steps that were not applied
         self._detail_at = 0  # the value of ``rejected`` when detail was requested last
-        self.recovery = RecoveryTracker()
+        #: whose recovery is watched, by signal: the events of a spike, and the steps and values after it
+        self.cases: dict[str, tuple[list[SpikeEvent], list[tuple[int, float]]]] = {}
         self._largest: dict[str, float] = {}  # by signal that spiked in the step before, its largest spike without a break
         self._origin_reported = False
         self.complete: StepRecord | None = None  # the last record that nothing more can come for
@@ -158,17 +126,41 @@ class FollowUp:
     def reports(self, record: StepRecord, whole: Mapping[str, float]) -> list[str]:
         """Take a complete ``record``; return what there is to report on this spike's origin and on earlier ones."""
         self.complete, added, self.added = record, self.added, []
-        if not (record.events or self.rejected or self._origin_reported or self.recovery.cases):
+        if not (record.events or self.rejected or self._origin_reported or self.cases):
             self._largest = {}
             return added
         spikes = dict(zip(map(_SIGNAL, record.events), record.events, strict=True))
-        recovered = self.recovery.update(record.step, spikes, lambda signal: value_of(signal, record, whole))
+        recovered = self.recovered(record.step, spikes, lambda signal: value_of(signal, record, whole))
         for event in filter(self.is_new, record.events):
-            self.recovery.follow(event)
+            self.cases.setdefault(event.signal, ([event], []))
         before, self._largest = self._largest, {}
         for signal, event in spikes.items():
             self._largest[signal] = max(size(event), before.get(signal, 0.0))
         return [*added, *self._origin(record), *recovered]
+
+    def rewind(self, step: int) -> None:
+        for signal, (events, values) in list(self.cases.items()):
+            events[:] = [event for event in events if event.step < step]
+            values[:] = [(known, value) for known, value in values if known < step]
+            if not events:
+                del self.cases[signal]
+
+    def recovered(self, step: int, spikes: Mapping[str, SpikeEvent], value_of: Callable[[str], float | None]) -> list[str]:
+        """Take the next step, with its ``spikes`` by signal; return reports about earlier spikes that are due. One that continues in the
+        next step is the same spike, and the steps after its last one count; one of more than :data:`AFTER` steps is reported anyway.
+        """
+        found = []
+        for signal, (events, values) in list(self.cases.items()):
+            if step <= events[-1].step:
+                continue
+            if signal in spikes and not values:
+                events.append(spikes[signal])
+            elif (value := value_of(signal)) is not None:
+                values.append((step, value))
+            if len(values) >= AFTER or len(events) > AFTER:
+                del self.cases[signal]
+                found.append(recovery_text(events, values))
+        return found
 
     def _origin(self, record: StepRecord) -> list[str]:
         """Where NaN or Inf began, once for consecutive steps with any."""
@@ -561,7 +553,7 @@ class DetectorSet:
 
     def rewind(self, step: int) -> None:
         self.history.rewind(step)
-        self.follow_up.recovery.rewind(step)
+        self.follow_up.rewind(step)
 
     def finish(self, absent: Absent) -> None:
         """The record is complete: warn, once for each, about signals that never had a value in all steps allowed for that."""
