@@ -19,9 +19,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from torch_gradmon.capture.hooks import tensors_of
+from torch_gradmon.capture.hooks import PassTracker, tensors_of
 from torch_gradmon.capture.reference import ReferencePass, frozen_copy
 from torch_gradmon.core.errors import GradmonWarning, SpikeError, WarningLog
+from torch_gradmon.core.fence import Fence
 from torch_gradmon.core.keys import ROOT, canonical_names
 
 Met = list[tuple[str, Tensor, Tensor | None]]
@@ -32,7 +33,7 @@ def everything(name: str) -> bool:
 
 
 def make(reference: nn.Module, follows: bool = False, raising: bool = True) -> ReferencePass:
-    beside = ReferencePass(WarningLog(raising))
+    beside = ReferencePass(PassTracker(), Fence(WarningLog(raising), inert=False))
     beside.set(reference, str, follows)
     return beside
 
@@ -535,7 +536,7 @@ def test_outputs_are_kept_as_they_were_returned_in_the_order_of_calls() -> None:
 
 def test_only_what_is_wanted_is_kept_until_it_is_forgotten() -> None:
     model = noisy_model()
-    beside = ReferencePass(WarningLog(raising=True))
+    beside = ReferencePass(PassTracker(), Fence(WarningLog(raising=True), inert=False))
     beside.set(frozen_copy(model), lambda name: f"net.{name}")
     x = torch.randn(4, 5)
     beside.run(model, lambda name: name in ("net.0", "net.5"), (x,), {})
@@ -572,7 +573,7 @@ def test_why_there_is_nothing() -> None:
 
 def test_parameters_by_name_and_the_end_of_it() -> None:
     module = Parallel(nn.Sequential(nn.Linear(2, 2)), None)
-    beside = ReferencePass(WarningLog(raising=True))
+    beside = ReferencePass(PassTracker(), Fence(WarningLog(raising=True), inert=False))
     assert not beside
     run(beside, module, torch.ones(1, 2))
     beside.set(module, str.upper)
@@ -644,7 +645,7 @@ class Breaks(nn.Module):
 
 def test_one_that_raises_is_off_after_one_complaint() -> None:
     complaints = WarningLog()
-    beside = ReferencePass(complaints)
+    beside = ReferencePass(PassTracker(), Fence(complaints, inert=False))
     reference = Breaks(ZeroDivisionError("too small"))
     beside.set(reference, str)
     with pytest.warns(GradmonWarning, match=r"the reference module failed.*ZeroDivisionError: too small") as caught:

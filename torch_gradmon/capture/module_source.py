@@ -46,7 +46,7 @@ from .module_values import ModuleValues
 if TYPE_CHECKING:  # imported where they are asked for
     from .attention import AttentionRecorder
     from .coordinate_check import CoordinateCheck
-    from .reference import LoopRun, ReferencePass
+    from .reference import ReferencePass
 
 _MARK = "torch_gradmon"
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
@@ -484,7 +484,6 @@ class ModuleSource:
         self._attention: AttentionRecorder | None = None
         self._check: CoordinateCheck | None = None
         self.reference: ReferencePass | None = None
-        self._loop_run: LoopRun | None = None  # with a reference
         self.hooks = ForwardHooks(self, self._calls, measurer.statistics.eps)
         self.was_trained = False  # the model has had a training forward or a backward pass in this step
         self._step: tuple[StepBuffer, tuple[Metric, ...], ModelIndex] | None = None
@@ -511,11 +510,10 @@ class ModuleSource:
         return self._attention
 
     def needed_reference(self) -> ReferencePass:
-        from .reference import LoopRun, ReferencePass
+        from .reference import ReferencePass
 
         if self.reference is None:
-            self.reference = self._calls.reference = ReferencePass(self._measurer.complaints)
-            self._loop_run = LoopRun(self.passes, self._fence)
+            self.reference = self._calls.reference = ReferencePass(self.passes, self._fence)
         return self.reference
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
@@ -539,23 +537,11 @@ class ModuleSource:
         for part in (self._attention, self._check):
             if part is not None:
                 part.begin(buffer, metrics, inventory)
-        if self.passes.by_hand and self._needs_reference:
-            self._follow_reference()
+        if self.passes.by_hand and (reference := self._due_reference) is not None:
+            is_checked = self._check.wants if self._check is not None else lambda _: False
+            reference.follow_loop(lambda name: is_checked(name) or self.values.wants(n.ACTIVATION_DIFFERENCE, name))
         self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
         self.set_recording(self._due)
-
-    def _follow_reference(self) -> None:
-        reference, check = self.reference, self._check
-        assert self._loop_run is not None
-        assert reference is not None
-        assert reference.module is not None
-        is_checked = check.wants if check is not None else lambda _: False
-        wanted = {
-            name: part
-            for name, part in reference.parts().items()
-            if is_checked(name) or self.values.wants(n.ACTIVATION_DIFFERENCE, name)
-        }
-        self._loop_run.begin(reference.module, wanted)
 
     def root_inputs_missed(self) -> None:
         """The step began in a call of the root, for which the hook on its inputs was installed too late."""
@@ -579,9 +565,8 @@ class ModuleSource:
             self._attention.end()
         if self._check is not None:
             self._check.end(self.hooks.are_in_graphs())
-        if self.reference is not None and self._loop_run is not None:
-            self._loop_run.end()
-            self.reference.forget()
+        if self.reference is not None:
+            self.reference.end()
         self._explain_lost(buffer)
         self.hooks.explain(buffer.absent)
         self._buffer = None
@@ -758,22 +743,20 @@ class ModuleSource:
         if self._buffer is None or self.passes.paused or not trains:
             return
         start = time.perf_counter()
-        if self._needs_reference:
-            self._run_reference(module, args, kwargs)
+        if (reference := self._due_reference) is not None:
+            self._run_reference(reference, module, args, kwargs)
         if self._attention is not None:
             self._attention.enter()
         self._fence.seconds += time.perf_counter() - start
 
     @property
-    def _needs_reference(self) -> bool:
-        return bool(self.reference) and (self._calls.differences_due or (self._check is not None and self._check.due))
+    def _due_reference(self) -> ReferencePass | None:
+        is_needed = self._calls.differences_due or (self._check is not None and self._check.due)
+        return self.reference if is_needed and self.reference else None
 
-    def _run_reference(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        reference, check = self.reference, self._check
-        assert reference is not None
-        assert self._loop_run is not None
-        if (ran := self._loop_run.take()) is not None:
-            reference.adopt(ran.all_outputs)
+    def _run_reference(self, reference: ReferencePass, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        check = self._check
+        if (ran := reference.take_run()) is not None:
             if check is not None:
                 check.behind(root, ran)
             return

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import checkpoint
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from ..core.errors import GradmonWarning, TrainingStopped, WarningLog
+from ..core.errors import GradmonWarning, TrainingStopped
 from ..core.fence import Fence
 from ..core.keys import canonical_names
 from ..core.torch_modes import SharedContext, autocast_cache_kept, copied_module, outside_dispatch_modes, untouched_generators
@@ -255,16 +255,15 @@ class ReferencePass:
     reference runs, also copies of inputs and buffers.
     """
 
-    def __init__(self, complaints: WarningLog) -> None:
-        self._complaints = complaints
-        self._kept: dict[str, deque[Tensor]] = {}
+    def __init__(self, passes: PassTracker, fence: Fence) -> None:
+        self._passes, self._fence, self._handles = passes, fence, Handles()
         self.remove()
 
     def __bool__(self) -> bool:
         return self.module is not None
 
     def remove(self) -> None:
-        self.forget()
+        self.end()
         #: Without its wrappers.
         self.module: nn.Module | None = None
         self._rename: Callable[[str], str] = str
@@ -327,7 +326,7 @@ class ReferencePass:
             if isinstance(error, (TrainingStopped, GradmonWarning)):
                 raise
             self.is_off, self.reason = True, f"the reference module is off, because it raised {type(error).__name__}: {error}"
-            self._complaints.add("reference", "the reference module failed and is off; training continues", error)
+            self._fence.complaints.add("reference", "the reference module failed and is off; training continues", error)
 
     def run_part(
         self, part: nn.Module, watched: nn.Module, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], note: Note
@@ -346,16 +345,75 @@ class ReferencePass:
             if refusal(tensor) is None:
                 self._kept.setdefault(path, deque()).append(tensor.detach().clone())
 
-    def adopt(self, outputs: dict[str, deque[Tensor]]) -> None:
-        self._kept, self.reason = outputs, None
-
     def take(self, path: str) -> Tensor | None:
         """Remove and return the next output of ``path``, in the order of calls; None if there is none."""
         kept = self._kept.get(path)
         return kept.popleft() if kept else None
 
     def forget(self) -> None:
-        self._kept = {}
+        self._kept: dict[str, deque[Tensor]] = {}
+
+    def end(self) -> None:
+        """End the step."""
+        self.forget()
+        self._handles.remove()
+        # of runs by the loop: the running one, the last one, and whether they come before those of the model
+        self._running: ReplayedForward | None = None
+        self._ran: ReplayedForward | None = None
+        self._leads: bool | None = None
+
+    # --- runs by the loop ------------------------------------------------------------------------------------------------------
+
+    def follow_loop(self, wanted: Callable[[str], bool]) -> None:
+        """Until :meth:`end` keep the last run of the reference by the loop, which the model's next run is compared with, so no extra run is
+        needed. ``wanted``: names of the parts whose first inputs and outputs are copied.
+
+        torch-module-monitor compares this way: the reference runs first, on inputs of the loop's choice. It applies to steps in which the
+        reference ran before the model. A loop that runs it after the model, such as a teacher, has another purpose.
+        """
+        self.end()
+        if self.module is None or is_compiled(self.module):  # hooks would cause a recompilation, and not be called
+            return
+        for name, part in self.parts().items():
+            if wanted(name) and takes_hooks(part):
+                self._handles.on_calls(part, self._noted, name)
+        if self._handles and takes_hooks(self.module):  # around the other hooks
+            self._handles.of_module(self.module.register_forward_pre_hook(ModuleHook(self._began), prepend=True))
+            self._handles.of_module(self.module.register_forward_hook(ModuleHook(self._ended), always_call=True))
+
+    def take_run(self) -> ReplayedForward | None:
+        """The run to compare the model's run with, which begins now, and whose outputs are kept; None if the loop made none."""
+        ran, self._ran = self._ran, None
+        if self._leads is None:
+            self._leads = ran is not None
+        if ran is None or not self._leads:
+            return None
+        self._kept, self.reason = ran.all_outputs, None
+        return ran
+
+    def _began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        # runs by the monitor are paused, and one in a backward pass is a recomputation
+        ours = self._passes.paused or torch._C._current_graph_task_id() != -1
+        self._running = (
+            None if ours or torch._C._functorch.peek_interpreter_stack() is not None else ReplayedForward(keeps_all=True)
+        )
+
+    def _noted(self, begins: bool, name: str, part: nn.Module, args: tuple[Any, ...], value: Any = None) -> None:
+        if self._running is None:
+            return
+        start = time.perf_counter()
+        try:
+            with torch.no_grad(), outside_dispatch_modes():
+                self._running.note_call(begins, name, args, value)
+        except Exception as error:
+            self._running = None  # the monitor runs the reference itself then
+            self._fence.complaints.add("reference:loop", "a run of the reference by the loop could not be followed", error)
+        self._fence.seconds += time.perf_counter() - start
+
+    def _ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._running is not None:
+            self._ran = self._running if self._running.all_outputs else None
+            self._running = None
 
 
 def frozen_copy(
@@ -401,66 +459,3 @@ def _follow(module: nn.Module, watched: nn.Module) -> None:
         for name, thing in _named(of(module)).items():
             if hasattr(thing, attribute):  # a module from torch.jit.freeze has no mode
                 setattr(thing, attribute, getattr(theirs.get(name, thing), attribute))
-
-
-class LoopRun:
-    """Keeps the reference's last run by the loop, which the model's next run is compared with, so no extra run is needed.
-
-    torch-module-monitor compares this way: the reference runs first, on inputs of the loop's choice. It applies to steps in which the
-    reference ran before the model. A loop that runs it after the model, such as a teacher, has another purpose.
-
-    Memory: copies of the first inputs and of the outputs of the requested parts.
-    """
-
-    def __init__(self, passes: PassTracker, fence: Fence) -> None:
-        self._passes, self._fence = passes, fence
-        self._handles = Handles()
-        self._running: ReplayedForward | None = None
-        self._ran: ReplayedForward | None = None
-        self._leads: bool | None = None
-
-    def begin(self, reference: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-        self.end()
-        if is_compiled(reference):  # hooks would cause a recompilation, and not be called
-            return
-        for name, part in parts.items():
-            if takes_hooks(part):
-                self._handles.on_calls(part, self._noted, name)
-        if self._handles and takes_hooks(reference):  # around the other hooks
-            self._handles.of_module(reference.register_forward_pre_hook(ModuleHook(self._began), prepend=True))
-            self._handles.of_module(reference.register_forward_hook(ModuleHook(self._ended), always_call=True))
-
-    def end(self) -> None:
-        self._handles.remove()
-        self._running = self._ran = self._leads = None
-
-    def take(self) -> ReplayedForward | None:
-        """The run to compare the model's run with, which begins now; None if the loop made none."""
-        ran, self._ran = self._ran, None
-        if self._leads is None:
-            self._leads = ran is not None
-        return ran if self._leads else None
-
-    def _began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        # runs by the monitor are paused, and one in a backward pass is a recomputation
-        ours = self._passes.paused or torch._C._current_graph_task_id() != -1
-        self._running = (
-            None if ours or torch._C._functorch.peek_interpreter_stack() is not None else ReplayedForward(keeps_all=True)
-        )
-
-    def _noted(self, begins: bool, name: str, part: nn.Module, args: tuple[Any, ...], value: Any = None) -> None:
-        if self._running is None:
-            return
-        start = time.perf_counter()
-        try:
-            with torch.no_grad(), outside_dispatch_modes():
-                self._running.note_call(begins, name, args, value)
-        except Exception as error:
-            self._running = None  # the monitor runs the reference itself then
-            self._fence.complaints.add("reference:loop", "a run of the reference by the loop could not be followed", error)
-        self._fence.seconds += time.perf_counter() - start
-
-    def _ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._running is not None:
-            self._ran = self._running if self._running.all_outputs else None
-            self._running = None
