@@ -149,11 +149,11 @@ HOST_READS = {
     ("statistics.eager", "_of_block", "item"): "whether a block has small squares, on CPU only",
     ("statistics.request", "threshold", "float"): "of a number made on the host, once",
     ("statistics.request", "threshold_of_squares", "float"): "of a number made on the host, once",
-    ("capture.module_source", "_needs_reference", "bool"): "whether a reference is set",
     ("capture.module_source", "_accumulates", "bool"): "of a list",
     ("capture.module_source", "has_removable_hooks", "bool"): "of a dict",
     ("capture.module_values", "wants", "bool"): "of a tuple",
-    ("capture.module_values", "_called", "tolist"): "of a table, which is on the host",
+    ("capture.module_values", "evaluator", "tolist"): "of a table, which is on the host",
+    ("capture.module_values", "evaluate", "tolist"): "the same, of the function in it",
     ("capture.module_values", "flush", "tolist"): "of batched small tensors, on CPU only",
     ("capture.hooks", "__bool__", "bool"): "of a list",
 }
