@@ -529,22 +529,17 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
         by_kind.setdefault((tensor.device, tensor.dtype), []).append(place)
     for of_kind in by_kind.values():
         for block in filled([found[place].nbytes for place in of_kind], _BLOCK):
-            places = [of_kind[number] for number in block]
-            for place, piece in zip(places, _packed([found[place] for place in places]), strict=True):
-                found[place] = piece
+            # in one block of memory, each aligned as kernels with vector loads need it
+            step = _ALIGNMENT // found[of_kind[0]].element_size()
+            gap = found[of_kind[0]].new_empty(step)
+            parts: list[Tensor] = []
+            numbers = []
+            for place in map(of_kind.__getitem__, block):
+                numbers.append((place, len(parts)))
+                parts.append(found[place].view(-1))
+                if missing := -found[place].numel() % step:
+                    parts.append(gap[:missing])
+            pieces = torch.split(torch.cat(parts), [*map(Tensor.numel, parts)])
+            for place, number in numbers:
+                found[place] = pieces[number].view(found[place].shape)
     return found
-
-
-def _packed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors of one dtype in one block of memory, each aligned as kernels with vector loads need it."""
-    step = _ALIGNMENT // tensors[0].element_size()
-    gap = tensors[0].new_empty(step)
-    parts: list[Tensor] = []
-    places = []
-    for tensor in tensors:
-        places.append(len(parts))
-        parts.append(tensor.view(-1))
-        if missing := -tensor.numel() % step:
-            parts.append(gap[:missing])
-    pieces = torch.split(torch.cat(parts), [*map(Tensor.numel, parts)])
-    return [pieces[place].view(tensor.shape) for place, tensor in zip(places, tensors, strict=True)]
