@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -183,15 +182,12 @@ def _pass(outer: nn.Module, inner: nn.Module, compute: Callable[[nn.Module], Ten
             )
         loss.backward()  # type: ignore[no-untyped-call]
     tensors: dict[str, Tensor] = {LOSS: loss.detach()}
-    tensors.update((name, _plain(parameter.grad)) for name, parameter in model.named_parameters() if parameter.grad is not None)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = local_part(parameter.grad)
+            tensors[name] = gradient.coalesce().to_dense() if gradient.is_sparse else gradient
     if len(tensors) == 1:
         raise ValueError(
             "the loss that check_determinism() got has no gradient of any parameter of the model that its function was given"
         )
     return float(loss.detach()), {name: int(fingerprints([tensor])) for name, tensor in tensors.items()}
-
-
-def _plain(gradient: Any) -> Tensor:
-    gradient = local_part(gradient)
-    dense: Tensor = gradient.coalesce().to_dense() if gradient.is_sparse else gradient
-    return dense
