@@ -193,16 +193,6 @@ class LiveDetail(Plugin):
         else:
             self._agreed, self._asked = self._asked, None
 
-    def _take_broadcast(self) -> None:
-        received, self._exchange.received = self._exchange.received, EMPTY_SLOT
-        if received[0]:
-            from ..runs.detail_request import DetailRequest
-
-            self._agreed = DetailRequest.of_numbers(received)
-            self._number = max(self._number, self._agreed.number)
-            if self._asked is not None and (not self._ranks.is_first or self._asked.number <= self._agreed.number):
-                self._asked = None
-
     def _note(self, **facts: Any) -> None:
         """Note facts in the run directory; None and an empty text remove one."""
         known = {name: value for name, value in {**self._facts, **facts}.items() if value not in (None, "")}
@@ -246,13 +236,19 @@ class LiveDetail(Plugin):
             step.annotations["tuned"] = {name: value for name, value in facts if name in ("every", "preset", "number")}
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        has_received = self._exchange.received is not EMPTY_SLOT
-        if not (self.watches_idle_steps or has_received):
+        received = self._exchange.received
+        if not self.watches_idle_steps and received is EMPTY_SLOT:
             if self._ranks.count == 1:  # else what the first one broadcasts may come in any step
                 self.context.set_quiet(True)
             return
-        if has_received:
-            self._take_broadcast()
+        self._exchange.received = EMPTY_SLOT
+        if received[0]:
+            from ..runs.detail_request import DetailRequest
+
+            self._agreed = DetailRequest.of_numbers(received)
+            self._number = max(self._number, self._agreed.number)
+            if self._asked is not None and (not self._ranks.is_first or self._asked.number <= self._agreed.number):
+                self._asked = None
         if self.left is not None:
             self.left -= 1
         self._accept()
