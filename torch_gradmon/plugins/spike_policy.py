@@ -150,27 +150,23 @@ class Snapshots:
             self.due = step
 
     def take_due(self, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> bool:
-        """Take the snapshot that is due, which waits for the device. Returns whether one was due and the model is there."""
+        """Copy everything to the host if a snapshot is due, which waits for the device. Returns whether one was, and the model is there."""
         last, self.due = self.due, None
         if last is None or model is None:
             return False
+        self._since, self._used = last, None  # even if it fails, so that it is not tried again in every step
         try:
-            self.take(last, model, optimizers)
+            taken = {
+                "tensors": [_on_host(tensor) for tensor in _tensors(model, optimizers)],
+                "optimizers": [[_copied(each.state.get(p)) for p in parameters_of(each)] for each in optimizers],
+                "options": [[{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers],
+                "also": [_copied(each.state_dict()) for each in self._others()],
+            }
+            self._kept.append(_Kept(last, self._batches, self._stored(taken)))
+            del self._kept[: -self._policy.keep]
         except Exception as error:  # a full disk, or what cannot be copied
             self._complaints.add("snapshot", f"no snapshot could be taken after step {last}", error)
         return True
-
-    def take(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Copy everything to the host after ``step``. Waits for the device."""
-        self._since, self._used = step, None  # even if it fails, so that it is not tried again in every step
-        taken = {
-            "tensors": [_on_host(tensor) for tensor in _tensors(model, optimizers)],
-            "optimizers": [[_copied(optimizer.state.get(p)) for p in parameters_of(optimizer)] for optimizer in optimizers],
-            "options": [[{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers],
-            "also": [_copied(each.state_dict()) for each in self._others()],
-        }
-        self._kept.append(_Kept(step, self._batches, self._stored(taken)))
-        del self._kept[: -self._policy.keep]
 
     def _stored(self, taken: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
         """How to get it back, from a file if the policy has a directory."""
