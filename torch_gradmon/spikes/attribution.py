@@ -139,7 +139,9 @@ def ranked(
             )
         )
     began = begins_at(found)
-    return sorted(found, key=_suspicion if began is None else _nearest_first)
+    if began is None:
+        return sorted(found, key=_suspicion)
+    return sorted(found, key=lambda suspect: (*_suspicion(suspect)[:2], -suspect.place))  # nearest to the loss first
 
 
 def _alone(squares: Tensor, usual: Tensor) -> list[bool]:
@@ -210,10 +212,6 @@ def _suspicion(suspect: ParameterAttribution) -> tuple[bool, float, bool, float,
     score, share = suspect.score or 0.0, suspect.share
     rank = score if math.isinf(score) else math.floor(math.log(max(score, 1.0), 1.25))
     return not suspect.nonfinite, since, share is not None and share < _SHARE, -rank, -(share or 0.0)
-
-
-def _nearest_first(suspect: ParameterAttribution) -> tuple[bool, float, int]:
-    return not suspect.nonfinite, math.inf if suspect.since is None else suspect.since, -suspect.place
 
 
 # --- where NaN or Inf began ---

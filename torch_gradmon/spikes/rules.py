@@ -184,7 +184,6 @@ class FunctionRule(StatefulRule):
 
     def __init__(self, function: Callable[[float], Any], threshold: float = 0.5) -> None:
         self.threshold = threshold
-        self.baseline = None
         self._function = function
 
     def score(self, value: float) -> float | None:
