@@ -212,8 +212,13 @@ class Hampel:
 
     def update(self, value: float) -> None:
         """Learn a finite ``value`` unless its score is that of a spike."""
-        if value < 0 and not self.linear:
-            self._restart()
+        if value < 0 and not self.linear:  # the first negative value: all logarithms are of no use
+            self.linear, self._count, self._scored = True, 0, None
+            self._peaks.extend([-math.inf] * self.window)
+            self._between.clear()
+            self._recent.clear()
+            for window in (*self._levels.values(), *self._residuals.values()):
+                window.load(())
         known = self._scored  # a subclass may have a score of its own
         score = known[1] if known is not None and known[0] == value and type(self) is Hampel else self.score(value)
         self._scored = None
@@ -246,15 +251,6 @@ class Hampel:
             level.load(position for position, _ in recent[first:])
         self._between.clear()
         self._recent.clear()
-
-    def _restart(self) -> None:
-        """Drop all logarithms at the first negative value."""
-        self.linear, self._count, self._scored = True, 0, None
-        self._peaks.extend([-math.inf] * self.window)
-        self._between.clear()
-        self._recent.clear()
-        for window in (*self._levels.values(), *self._residuals.values()):
-            window.load(())
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
