@@ -239,15 +239,16 @@ class OptimizerHooks:
         self.in_closure = self.is_shielded = self._had_closure = self.is_odd = False
         self.holds = GradientHolds(self._fence.complaints)
         self._wrappers: dict[int, tuple[weakref.ref[Any], weakref.ref[Optimizer]]] = {}
-        self._wrapped: list[_WrappedStep] = []
         self.in_wrapper: Counter[int] = Counter()  # how many calls are running, by the id of the optimizer inside
         self._stepped_inside: set[int] = set()
         for outer, inner in wrappers:
             self._wrappers[id(outer)] = weakref.ref(outer), weakref.ref(inner)
             if not any(kind.__module__.startswith(_TRAINERS) for kind in type(outer).__mro__):
-                self._wrapped.append(_WrappedStep(outer, "step", weakly(self._wrapper_called, weakref.ref(inner))))
-        self._handles = Handles()
+                wrapped = _WrappedStep(outer, "step", weakly(self._wrapper_called, weakref.ref(inner)))
+                loop.removals.callback(wrapped.remove)
         self._around_last: dict[int, StepHook] = {}  # the wrapper of the last hook before each optimizer's step
+        loop.removals.callback(self._around_last.clear)
+        loop.removals.callback(self.heal)
         over = functools.partial(self._fence.run, self.step_ended)
         self._shielded: dict[str, StepHook] = {"called": self._step_called, "before": self._before, "after": over}
         kept = loop, container
@@ -255,8 +256,8 @@ class OptimizerHooks:
             # the only strong references: a monitor without others lives as long as its optimizer
             before = self._strongly(kept, "called", self._program.idle_step_began, self._program.step_began)
             after = self._strongly(kept, "after", self._program.idle_step_ended, self._program.step_ended)
-            self._handles.of_optimizer(optimizer.register_step_pre_hook(before))
-            self._handles.of_optimizer(optimizer.register_step_post_hook(after))
+            loop.handles.of_optimizer(optimizer.register_step_pre_hook(before))
+            loop.handles.of_optimizer(optimizer.register_step_post_hook(after))
             _put_first(optimizer)
         self.shield()
 
@@ -294,14 +295,6 @@ class OptimizerHooks:
 
     def is_stepping(self, optimizer: Optimizer | None) -> bool:
         return self._depth.get(id(optimizer), 0) > 0
-
-    def remove(self) -> None:
-        self.heal()
-        self._handles.remove()
-        self._around_last = {}
-        for wrapped in reversed(self._wrapped):
-            wrapped.remove()
-        self._wrapped, self._wrappers = [], {}
 
     def heal(self) -> None:
         """Forget a step in which the optimizer raised: its depth and its removed gradients."""
@@ -432,7 +425,6 @@ class ScalerHooks:
     def __init__(self, loop: Any, scaler: GradScaler | None) -> None:
         self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
         self.scales = GradScale(self._optimizers.around)
-        self._wrapped: list[WrappedMethod] = []
         self.called: set[int] = set()  # ids of optimizers that have stepped; a wrapper around one may have omitted its step
         self.in_step = False
         if scaler is not None:
@@ -441,12 +433,8 @@ class ScalerHooks:
     def _adopt(self, scaler: GradScaler) -> None:
         self.scales.scaler = scaler
         around = {"step": self._step, "update": self._update, "scale": self._scale, "unscale_": self._unscale}
-        self._wrapped += [WrappedMethod(scaler, name, weakly(method)) for name, method in around.items()]
-
-    def remove(self) -> None:
-        for wrapped in reversed(self._wrapped):
-            wrapped.remove()
-        self._wrapped = []
+        for name, method in around.items():
+            self._loop.removals.callback(WrappedMethod(scaler, name, weakly(method)).remove)
 
     def inverse_scale(self, optimizer: Optimizer | None) -> Tensor | None:
         """The factor that unscales the gradients of ``optimizer``, as a device tensor; None if they are unscaled."""
@@ -847,12 +835,8 @@ class ModelHooks:
 
     def __init__(self, loop: Any, module: nn.Module) -> None:
         self._loop, self._fence, self._optimizers = loop, loop.fence, loop.optimizer_hooks
-        self._handles = Handles()
         if takes_hooks(module):
-            self._handles.of_module(module.register_forward_pre_hook(_RootHook(self._forward_hook, loop.program)))
-
-    def remove(self) -> None:
-        self._handles.remove()
+            loop.handles.of_module(module.register_forward_pre_hook(_RootHook(self._forward_hook, loop.program)))
 
     def _forward_hook(self, module: nn.Module, args: tuple[object, ...]) -> None:
         self._fence.run(self.model_called, module, True)

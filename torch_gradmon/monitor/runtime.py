@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..capture.gradients import inverse, reciprocal, scale_of
-from ..capture.hooks import LoopLinks, WrappedMethod
+from ..capture.hooks import Handles, LoopLinks, WrappedMethod
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display, nearest, warn_user
@@ -82,21 +83,23 @@ class FollowedLoop:
         self._audit = self._plugins.built_in.audit
         self.is_orphaned, self._is_due = False, True
         self._accumulated: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}  # a gradient of an optimizer, and its version
+        self.handles, self.removals = Handles(), contextlib.ExitStack()  # of hooks; what removes all of them, the last first
+        self.removals.callback(self.handles.remove)
         self.program = StepProgram(self, optimizers[0])
         self.ownership = Ownership(optimizers, self.program)
         self.optimizer_hooks = OptimizerHooks(self, wrappers, module if is_container(module) else None)
         self.scaler_hooks = ScalerHooks(self, scaler)
         self.backward_hooks = BackwardHooks(self)
+        self.removals.callback(self.backward_hooks.uninstall)
         self.model_hooks = ModelHooks(self, module)
         self.machine = StepMachine(lifecycle, self.state, self, self.ownership.order)
         self.release_gradients = self._captures.gradients.release  # the machine asks the source itself
         # follow the method that shows when gradients are final, and measure nothing in those that do not train
-        boundary, self._wrapped = self._planner.source.boundary, list[WrappedMethod]()
-        if boundary is not None:
-            around = {"step": self._around_passes, **dict.fromkeys(self._planner.source.trials, self._unseen)}
-            self._wrapped = [
-                WrappedMethod(boundary, name, weakly(each)) for name, each in around.items() if hasattr(boundary, name)
-            ]
+        boundary = self._planner.source.boundary
+        around = {"step": self._around_passes, **dict.fromkeys(self._planner.source.trials, self._unseen)}
+        for name, each in around.items():
+            if hasattr(boundary, name):
+                self.removals.callback(WrappedMethod(boundary, name, weakly(each)).remove)
 
     def _around_passes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method in which all passes of a step run, unless gradients are off. What ranks have to agree on, they do before it, in
@@ -122,14 +125,6 @@ class FollowedLoop:
     def install(self) -> None:
         self._captures.parameters.shared = self.ownership.update(self._planner)
         self.backward_hooks.install()
-
-    def remove_hooks(self) -> None:
-        self.backward_hooks.uninstall()
-        self.optimizer_hooks.remove()
-        self.model_hooks.remove()
-        self.scaler_hooks.remove()
-        for wrapped in self._wrapped:
-            wrapped.remove()
 
     @fenced
     def gradient_came(self, position: int, gradient: Tensor | None) -> None:
@@ -859,7 +854,7 @@ class Runtime:
             self.reference.forget()
         if self.loop is not None:
             self.named_scaler = self.loop.scaler
-            self.loop.remove_hooks()
+            self.loop.removals.close()
         try:
             lifecycle.plugins.call("on_detach")
         finally:
