@@ -188,7 +188,7 @@ TABLE: list[tuple[str, str, str, list[str], Phase]] = [
     ("ab", "F B a F B", "[a", ["measure_parameters", "measure_after_clip a", "decide a"], Phase.OPTIMIZER),
     ("ab", "F B a F B a F B", "[b", ["rejoin 2", "measure_after_clip b with_unowned", "decide b"], Phase.OPTIMIZER),
     ("ab", "F B a b F B [a", "]a", ["measure_update a"], Phase.STEPPED),
-    ("ab", "F B b", "[a", ["warn_order a"], Phase.BETWEEN),
+    ("ab", "F B b", "[a", ["warn_order last 0 a"], Phase.BETWEEN),
     # a scaler around it
     ("a", "F B [a", ")a", ["measure_update a", "attempt_ended"], Phase.ATTEMPTED),
     ("a", "F B [a )a", "U", ["close"], Phase.BETWEEN),
@@ -237,7 +237,7 @@ def test_steps_end_without_an_optimizer_that_rests() -> None:
     assert loop.state.ended is None  # as with a critic that steps ten times for each step of the generator
     loop.seen.actions.clear()
     loop.run([*"FBa"])
-    assert loop.seen.actions.count("warn_resting c b") == 1
+    assert loop.seen.actions.count("warn_order resting 0 c b") == 1
     assert loop.seen.actions.count("close_part") == 10
     assert loop.state.is_open
     assert loop.state.ended == 9
@@ -247,7 +247,7 @@ def test_steps_end_without_an_optimizer_that_rests() -> None:
     assert loop.state.ended == 13
     loop.run([*"FBabc"] * 2)  # it steps again, after the step that its backward pass belongs to
     assert (loop.machine.order[-1], loop.state.ended) == ("c", 15)
-    assert not any(action.startswith("warn_order") for action in loop.seen.actions)  # the order was not the user's
+    assert not any(action.startswith("warn_order last") for action in loop.seen.actions)  # the order was not the user's
 
 
 def _ended(loop: Loop, words: str) -> int:
@@ -278,7 +278,7 @@ def test_phases_too_short_to_tell_from_rounds_are_known_at_once() -> None:
     loop = Loop("ab")
     assert _ended(loop, "FBaFBaFBaFBb") == 1  # the round of a GAN with three steps of the critic
     assert _ended(loop, "FBb") == 1
-    assert loop.seen.actions.count("warn_joined 2") == 1
+    assert loop.seen.actions.count("warn_order joined 3") == 1
     assert _ended(loop, "FBaFBaFBaFBbFBb") == 5
 
 
@@ -305,7 +305,7 @@ def test_an_optimizer_with_gradients_of_many_passes_is_awaited() -> None:
 
 def test_a_loop_that_opens_steps_itself_waits_for_no_optimizer() -> None:
     loop = Loop("ab").run(["<0", *("B", "a") * 30, "b"])
-    assert not any(action.startswith("warn_resting") for action in loop.seen.actions)
+    assert not any(action.startswith("warn_order resting") for action in loop.seen.actions)
     assert loop.machine.order == ["a", "b"]
 
 
@@ -402,7 +402,7 @@ def test_steps_joined_by_a_late_last_optimizer_are_told_once() -> None:
     loop = Loop("ab")
     loop.seen.with_gradients = {"b"}
     loop.run([*("FBa" * 50 + "FBab" * 5)])
-    assert [action.split()[0] for action in loop.seen.actions].count("warn_late") == 1
+    assert [action.split()[:2] for action in loop.seen.actions].count(["warn_order", "late"]) == 1
 
 
 def test_cleared_gradients_of_a_late_last_one_split_its_step() -> None:
@@ -413,5 +413,5 @@ def test_cleared_gradients_of_a_late_last_one_split_its_step() -> None:
     loop.run([*("FBaFBb" * 5)])
     told = [action.split()[0] for action in loop.seen.actions]
     assert loop.state.attempts == 55
-    assert "warn_late" not in told
+    assert not any(action.startswith("warn_order late") for action in loop.seen.actions)
     assert told.count("close_part") == 50

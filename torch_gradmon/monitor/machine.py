@@ -532,7 +532,7 @@ class StepMachine(StepCycle):
         order, latest = self.order, self.state.progress.latest
         self.resting = order[-1]
         if not self.measures.shares_parameters(self.resting, latest):
-            self.measures.warn_resting(self.resting, latest)
+            self.measures.warn_order("resting", 0, self.resting, latest)
         order.sort(key=lambda each: each == latest)
         self.split()
 
@@ -548,7 +548,7 @@ class StepMachine(StepCycle):
             longest = max(self._rounds.values(), default=0)
             if max(times.values()) <= _MOST_STEPS < longest and not self._long_round_told:
                 self._long_round_told = True
-                self.measures.warn_late(last, longest)
+                self.measures.warn_order("late", longest, last)
             self._rounds.update({each: max(count, self._rounds.get(each, 0)) for each, count in times.items()})
             self._in_a_row, self._joined, self._by_phases = 1, self.state.progress.joined, False
             return
@@ -556,7 +556,7 @@ class StepMachine(StepCycle):
         if self._in_a_row > 1 and self.resting is None and not self._by_phases:
             self._by_phases, self._rounds = True, {}
             if self._joined:
-                self.measures.warn_joined(self._joined)
+                self.measures.warn_order("joined", self._joined + 1)
 
     # --- the steps of optimizers ----------------------------------------------------------------------------------------------
 
@@ -661,7 +661,7 @@ class StepMachine(StepCycle):
             if optimizer == self.resting:
                 self._accumulates = True
             else:
-                self.measures.warn_order(optimizer)
+                self.measures.warn_order("last", 0, optimizer)
             self._wait_for(optimizer)
         return is_late
 

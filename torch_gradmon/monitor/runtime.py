@@ -47,6 +47,15 @@ _IN_BACKWARD = (
 )
 _LOST = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
 _UNUSED = "its optimizer did not step in this step; its gradient counts in the step that uses it"
+#: Warnings of the order of optimizers, in the places of which their own names come.
+_ORDER = {
+    "last": "{} named earlier steps last; name optimizers in the order in which they step. From here on it counts so",
+    "resting": "{}, whose step ends a monitored one, rests while others step; until it steps, {} ends them",
+    "late": "{} had gradients and did not step for {steps} steps of another one, which were taken for one step and have one record; if "
+    "it begins late, clear its gradients by zero_grad() before its first backward pass",
+    "joined": "optimizers take turns of several steps each: before the last optimizer stepped first, {steps} steps of others were taken "
+    "for one step with it, and their record is that of the last of them; from here on each step has one",
+}
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
@@ -397,7 +406,8 @@ class FollowedLoop:
     # --- reasons and warnings ----------------------------------------------------------------------------------------------------
 
     def explain_missing(self, reason: str) -> None:
-        self.lifecycle.explain(GRADIENT_BEFORE_CLIP, reason)
+        if (active := self.lifecycle.active) is not None and active.buffer is not None:
+            active.buffer.absent[GRADIENT_BEFORE_CLIP, ""] = reason
 
     def explain_in_backward(self, optimizer: Hashable) -> None:
         """The same, for an optimizer whose step within the backward pass was not expected."""
@@ -431,37 +441,9 @@ class FollowedLoop:
         self._complaints.add("skip:closure", f"{type(found).__name__} {message}; attach the optimizer that it wraps instead")
         return True
 
-    def warn_order(self, optimizer: Hashable) -> None:
-        """The optimizer stepped after the one that was named last; it counts as the last one from now on."""
-        self._complaints.add(
-            "order",
-            f"the {self.ownership.kind(optimizer)} named earlier steps last; name optimizers in the order in which they step. From here "
-            "on it counts so",
-        )
-
-    def warn_resting(self, resting: Hashable, latest: Hashable) -> None:
-        """One optimizer rests while others step many times; until it steps, the ``latest`` of them ends steps."""
-        self._complaints.add(
-            "order",
-            f"{self.ownership.place(resting)}, whose step ends a monitored one, rests while others step; until it steps, "
-            f"{self.ownership.place(latest)} ends them",
-        )
-
-    def warn_late(self, last: Hashable, steps: int) -> None:
-        """So many steps of another optimizer were taken for one, for the ``last`` one had gradients and did not step."""
-        self._complaints.add(
-            "order",
-            f"{self.ownership.place(last)} had gradients and did not step for {steps} steps of another one, which were taken for one "
-            "step and have one record; if it begins late, clear its gradients by zero_grad() before its first backward pass",
-        )
-
-    def warn_joined(self, steps: int) -> None:
-        """So many steps of optimizers that take turns of several steps each were taken for one."""
-        self._complaints.add(
-            "order",
-            f"optimizers take turns of several steps each: before the last optimizer stepped first, {steps + 1} steps of others were "
-            "taken for one step with it, and their record is that of the last of them; from here on each step has one",
-        )
+    def warn_order(self, what: str, steps: int, *optimizers: Hashable) -> None:
+        """Optimizers step in another order than they were named, see :data:`_ORDER`."""
+        self._complaints.add("order", _ORDER[what].format(*map(self.ownership.place, optimizers), steps=steps))
 
     def warn_in_backward(self) -> None:
         """Nothing can be done about spikes of an optimizer that steps within the backward pass."""

@@ -286,10 +286,6 @@ class StepLifecycle:
                 elif isinstance(value, Tensor) and value.numel() == 1:
                     buffer.noted[name] = value.detach().clone()
 
-    def explain(self, source: str, reason: str) -> None:
-        if self.active is not None and self.active.buffer is not None:
-            self.active.buffer.absent[source, ""] = reason
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         before = self.captures.passes.paused
