@@ -353,7 +353,7 @@ def test_bad_plugins_are_refused(plugins: Any, error: type[Exception], message: 
 
 def test_the_names_of_the_plugins_that_a_monitor_brings() -> None:
     monitor = ModuleMonitor(nn.Linear(2, 2), on_spike="skip", max_overhead=0.5, checks=gradmon.Checks(data=True))
-    names = {plugin.name for plugin in monitor._runtime.plugins}
+    names = {plugin.name for plugin in monitor._runtime.lifecycle.plugins}
     names.add(monitor._runtime.lifecycle.plugins.needed_clips().name)  # made for the first adaptive clip
     assert names | {"replica_check"} == BUILT_IN_PLUGINS  # which takes several ranks
 

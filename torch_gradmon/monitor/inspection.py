@@ -57,7 +57,7 @@ def last_record(runtime: Runtime) -> StepView | None:
         return otherwise if last is None else value(last)
 
     def spikes() -> tuple[SpikeEvent, ...]:
-        runtime.judge_now()
+        runtime.settle_now(judges=True)
         return read(lambda found: found.events, ())  # type: ignore[no-any-return]
 
     def top_gradients(count: int = 10) -> list[tuple[str, float]]:

@@ -27,7 +27,7 @@ from ..step.active_step import Mode
 from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS
 from ..step.planner import PRESETS, PresetName
-from ..step.plugin import OptimizerContext, Plugin
+from ..step.plugin import OptimizerContext
 from .loop_hooks import BackwardHooks, ModelHooks, OptimizerHooks, Ownership, ScalerHooks, is_container, weakly
 from .machine import StepCycle, StepMachine
 from .plugin_set import BuiltInPlugins
@@ -502,10 +502,6 @@ class Runtime:
         return self.lifecycle.plugins.built_in
 
     @property
-    def plugins(self) -> Sequence[Plugin]:
-        return tuple(self.lifecycle.plugins)
-
-    @property
     def scaler(self) -> torch.amp.GradScaler | None:
         return self.named_scaler if self.loop is None else self.loop.scaler
 
@@ -528,17 +524,10 @@ class Runtime:
         return active is not None and active.mode is Mode.MONITORED
 
     @fenced
-    def end_step(self) -> None:
+    def end_step(self, is_last: bool = False) -> None:
+        """End the step and publish it; where it ``is_last`` and unfinished, it is dropped."""
         self.lifecycle.wake()
-        self.cycle.end()
-        self._publish()
-
-    @fenced
-    def _end_last(self) -> None:
-        self.cycle.finish()
-        self._publish()
-
-    def _publish(self) -> None:
+        (self.cycle.finish if is_last else self.cycle.end)()
         self.lifecycle.flush_pending()
         self.pipeline.finish()
         self.pipeline.publisher.publish()
@@ -681,22 +670,17 @@ class Runtime:
         applied, overflowed = attempts - summary.not_applied, summary.not_applied - skipped - summary.interrupted
         return StepCounts(attempts, applied, skipped, overflowed, summary.nonfinite, rollbacks, summary.interrupted)
 
-    def settle_now(self) -> StepRecord | None:
-        """The record of the last step, None where it was not monitored. Waits for the device."""
-        self._settle()  # does nothing inside a fenced call, such as on_spike
+    def settle_now(self, judges: bool = False) -> StepRecord | None:
+        """The record of the last step, None where it was not monitored; ``judges`` what was logged since by now. Waits for the device."""
+        self._settle(judges)  # does nothing inside a fenced call, such as on_spike
         return None if self.stale_reason else self.pipeline.last
 
     @fenced
-    def _settle(self) -> None:
+    def _settle(self, judges: bool) -> None:
         self.cycle.release()
         self.lifecycle.flush_pending()
-
-    @fenced
-    def judge_now(self) -> None:
-        """Make the record of the last step, and judge already now what was logged since."""
-        self.cycle.release()
-        self.lifecycle.flush_pending()
-        self.pipeline.detect_late()
+        if judges:
+            self.pipeline.detect_late()
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
@@ -755,7 +739,7 @@ class Runtime:
         elif part == "attempted":
             self.state.attempts = int(value)
         elif part == "plugins":
-            for plugin in self.plugins:
+            for plugin in self.lifecycle.plugins:
                 if plugin.name in value:
                     plugin.load_state_dict(value[plugin.name])
         elif part == "clipping":
@@ -859,19 +843,15 @@ class Runtime:
         """End the step in flight, or drop it if it is unfinished, and take what is recorded."""
         self.lifecycle.wake()
         with self.lifecycle.exchange.without_others():
-            self._end_last()
+            self.end_step(True)
             self.backfill()
 
     def detach(self) -> None:
-        with outside_dispatch_modes():
-            try:
-                self.leave()
-            finally:
-                try:
-                    self._unfollow()
-                finally:  # where warnings are errors
-                    self.lifecycle.exchange.end()
-                    self.close()
+        with outside_dispatch_modes(), contextlib.ExitStack() as then:  # from below, also where a spike or a warning is raised
+            then.callback(self.close)
+            then.callback(self.lifecycle.exchange.end)
+            then.callback(self._unfollow)
+            self.leave()
 
     def close(self) -> None:
         """Close everything that is open; what comes later opens it again."""
@@ -882,10 +862,7 @@ def at_exit(runtime: Callable[[], Runtime | None], *_keep_alive: object) -> None
     """Publish the last step when the interpreter ends. Of a runtime that is collected the publisher itself sends what is known of it."""
     if (alive := runtime()) is None:
         return
-    try:
-        try:
-            alive.leave()
-        finally:  # also where a spike in the last step is raised
-            alive.lifecycle.plugins.call("end_run")
-    finally:
-        alive.close()
+    with contextlib.ExitStack() as then:  # from below, also where a spike in the last step is raised
+        then.callback(alive.close)
+        then.callback(alive.lifecycle.plugins.call, "end_run")
+        alive.leave()

@@ -91,7 +91,6 @@ def collect_records(monitor: ModuleMonitor) -> Iterator[list[StepRecord]]:
     runtime.pipeline.observers.append(observe)
     try:
         yield records
-        runtime.judge_now()
-        runtime.settle_now()
+        runtime.settle_now(judges=True)
     finally:
         runtime.pipeline.observers.remove(observe)
