@@ -308,7 +308,7 @@ def test_in_a_thread_a_broken_sink_is_dropped(monitor: ModuleMonitor, monkeypatc
 def test_in_a_thread_too_many_rows_are_lost_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, complaints = threading.Event(), WarningLog()
     monkeypatch.setattr(delivery, "CAPACITY", 5)
-    sent = Delivery("Stuck", complaints, "the run directory 'x'", thread=True)
+    sent = Delivery("Stuck", complaints, lambda: "the run directory 'x'", thread=True)
     taken: list[int] = []
 
     def call(step: int) -> None:

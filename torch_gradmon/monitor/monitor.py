@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,13 +33,11 @@ from ..step.ranks import Ranks
 from ..step.summary import KEY_DOCUMENTATION, MicroBatchStats
 from .builder import build, run_dir_of
 from .options import Distributed, Layers, LogTarget, MonitorOptions, OnSpike, SpikeCapture
-from .records import RunDirectory
 from .runtime import NO_MODULE, Aggregation, AggregationFunction, MetricFunction, Runtime, at_exit
 from .steps import unlink
 
 if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis
-    from ..core.loop_mistakes import LoopFinding
     from ..plugins.clipping import AdaptiveClip
     from ..sinks.delivery import FilteredSink
     from .manual_loop import ManualLoop
@@ -999,17 +997,22 @@ class ModuleMonitor:
         if isinstance(given, str) and sinks:  # its run of now is what two monitors share, and not the name
             given = getattr(sinks[0], "run", sinks[0])
         pipeline, complaints = self._runtime.pipeline, self._runtime.fence.complaints
-        place, runtime = pipeline.directory.path, weakref.ref(self._runtime)
+        place, runtime, directory = pipeline.directory.path, weakref.ref(self._runtime), weakref.ref(pipeline.directory)
         added: list[FilteredSink] = []
+
+        def kept() -> str:
+            """The run directory as text, while it has all rows and its monitor lives."""
+            return "" if (alive := directory()) is None or alive.has_lost else alive.description
+
         for each in sinks:
             if thread and isinstance(each, wandb.WandbSink):
                 raise ValueError(
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
             if callable(connect := getattr(each, "connect", None)):
-                connect("" if place is None else str(place), partial(_findings, runtime))
+                connect("" if place is None else str(place), lambda: [] if (alive := runtime()) is None else alive.findings())
             is_deferred = deferred or not getattr(each, "takes_values", True)
-            kept, without = _Kept(weakref.ref(pipeline.directory)), adapters.logged_anyhow(given)
+            without = adapters.logged_anyhow(given)
             filtered = delivery.FilteredSink(
                 each, keys, every, complaints, is_deferred, thread, kept, without, given, on_all_ranks
             )
@@ -1067,22 +1070,6 @@ class ModuleMonitor:
 
     def __str__(self) -> str:
         return "\n  ".join([repr(self), *map(str, self._runtime.built_in.setup.parts())])
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """The run directory as text, while it has all rows and its monitor lives."""
-
-    directory: Callable[[], RunDirectory | None]
-
-    def __str__(self) -> str:
-        directory = self.directory()
-        return "" if directory is None or directory.has_lost else directory.description
-
-
-def _findings(runtime: Callable[[], Runtime | None]) -> list[LoopFinding]:
-    """What the plugins of a runtime have found, while it lives."""
-    return [] if (alive := runtime()) is None else alive.findings()
 
 
 #: Of monitors with sinks.

@@ -132,9 +132,7 @@ class RunDirectory:
         self.path = Path(path)
 
     def __del__(self) -> None:
-        self._end()
-        if self._path is not None and self._is_to_tell():  # at any moment of the script, whose end is soon enough
-            atexit.register(say, self._path)
+        self._end("", lambda path: atexit.register(say, path))  # at any moment of the script, whose end is soon enough
 
     @property
     def description(self) -> str:
@@ -282,17 +280,10 @@ class RunDirectory:
         """
         if (writer := self._own) is not None and self._path is not None and (found := writer.presence()) != "there":
             self._vanished(found, writer, self._path)
-        self._end(raised)
-        if self._path is not None and self._is_to_tell():
-            say(self._path)
+        self._end(raised, say)
 
-    def _is_to_tell(self) -> bool:
-        """Once for the steps so far."""
-        told, self._has_news = not self._has_news, False
-        return self._tells and not told and not self._process.is_forked
-
-    def _end(self, raised: str = "") -> None:
-        """Close the file. Of a monitor that nobody detached no plugin has noted that the run ended."""
+    def _end(self, raised: str, tell: Callable[[str | os.PathLike[str]], object]) -> None:
+        """Close the file, ``tell`` once for the steps so far. Of a monitor that nobody detached no plugin has noted that the run ended."""
         tune = self.facts.get("tune", {})
         if (writer := self._own) is not None:
             if not tune.get("ended"):
@@ -301,6 +292,9 @@ class RunDirectory:
                 # again, where a plugin has noted the end: on a full disk that may be lost
                 writer.annotate({"raised": raised, "unwritten": self._unwritten, "tune": tune})
         self._close()
+        has_news, self._has_news = self._has_news, False
+        if self._path is not None and has_news and self._tells and not self._process.is_forked:
+            tell(self._path)
 
     def _close(self) -> None:
         if (writer := self._own) is not None:
@@ -636,36 +630,26 @@ class RecordPipeline:
     # --- what is added to the step that ended last: its record is here, or was made, or the recorder has the step ----------------
 
     @property
-    def _recorded(self) -> StepBuffer | None:
+    def recorded(self) -> StepBuffer | None:
+        """The values of the step that ended last, if the recorder has them."""
         recorder = self._plugins.built_in.recorder
         return None if recorder is None else recorder.late_buffer(self._state.ended)
-
-    @property
-    def has_last(self) -> bool:
-        """Whether anything keeps what is added."""
-        return self.is_last_monitored or self._recorded is not None
 
     @property
     def absent_of_last(self) -> dict[tuple[str, str], str]:
         pending = self._newest
         return self.absent if pending is None else pending.readback.buffer.absent
 
-    def _merging(self) -> StepBuffer | None:
-        """What late values of the last record are merged in."""
-        if self.last is None or self._of_last is None:
-            return None
-        late = self._late = self._late or self._of_last.part()
-        for key, number in self._numbers.items():
-            late.merge_value(key, number)
-        self._numbers = {}
-        return late
-
     def add(self, late: StepBuffer) -> None:
-        if (recorded := self._recorded) is not None:
+        if (recorded := self.recorded) is not None:
             recorded.absorb(late)
         elif (pending := self._newest) is not None:
             pending.add(late)
-        elif (merged := self._merging()) is not None:
+        elif self.last is not None and self._of_last is not None:
+            merged = self._late = self._late or self._of_last.part()
+            for key, number in self._numbers.items():
+                merged.merge_value(key, number)
+            self._numbers = {}
             merged.absorb(late)
             self._amend(merged.flush()[1])
 

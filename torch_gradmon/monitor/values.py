@@ -105,7 +105,7 @@ class ValueLog:
                 raise
             except Exception as error:
                 self._lose(key, error)
-        elif step and (step != "last" or pipeline.last is not None or pipeline.has_last):
+        elif step and (step != "last" or pipeline.last or pipeline.is_last_monitored or pipeline.recorded):
             if step == "last" and pipeline.directory.path is not None and not pipeline.is_last_monitored:
                 return False  # the recorder has it, which may be asked for it at any time
             self._waiting.append((key, number, step))

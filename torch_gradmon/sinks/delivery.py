@@ -151,10 +151,10 @@ class Delivery:
     """Calls a sink, in the training thread or in a thread of its own, for which training waits at the end only.
 
     A failed call is retried before the next one, in order; so a sink may get a row twice. ``complaints`` counts lost rows under
-    ``cause``, and warns once; the text of ``kept`` says by then where all lost rows are stored as well, empty where they are not.
+    ``cause``, and warns once; ``kept`` says then where all lost rows are stored as well, empty where they are not.
     """
 
-    def __init__(self, name: str, complaints: WarningLog, kept: object = "", thread: bool = False) -> None:
+    def __init__(self, name: str, complaints: WarningLog, kept: Callable[[], str] = str, thread: bool = False) -> None:
         self.name = name
         self.cause = complaints.new_cause(f"sink:{name}")
         self.dropped = False
@@ -208,7 +208,7 @@ class Delivery:
         self._complaints.counts[self.cause] += rows
         if message and not self._warned:
             self._warned = True
-            kept = str(self._kept)
+            kept = self._kept()
             try:
                 self._complaints.warn(f"{message}; all rows are in {kept}" if kept else message, error)
             except GradmonWarning:  # a warning that was made an error must not end the thread
@@ -278,7 +278,7 @@ class FilteredSink:
         complaints: WarningLog,  # gets failures, each under ``sink:{class}``
         deferred: bool = False,  # values may come one step late, so that nothing waits for the device
         thread: bool = False,
-        kept: object = "",  # where all lost rows are stored as well, see Delivery
+        kept: Callable[[], str] = str,  # where all lost rows are stored as well, see Delivery
         without: Container[str] = (),  # keys that are never sent; may grow
         given: Any = None,  # the object that the sink was made from
         is_on_all_ranks: bool = False,  # it gets values also on ranks that do not report
