@@ -95,8 +95,7 @@ class ZeroSource(DeepSpeedSource):
         if not self.is_part(parameter):
             return parameter
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
-        part: Tensor = _nothing(parameter) if mapping is None else mapping.hp_fragment
-        return part
+        return _nothing(parameter) if mapping is None else mapping.hp_fragment
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
         if not self.is_part(parameter):
@@ -296,4 +295,7 @@ def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
     facts = parts.facts(named)
     places = {place: (fact.stage, fact.name) for place, fact in facts.items()}
     cards = card([check.bare_optimizer(each) for each in named], places)
-    runtime.planner.whole = WholeModel.gathered(ranks, list(facts.values()), parts.kinds(), cards)
+    found = ranks.gathered([list(facts.values()), parts.kinds(), cards])
+    by_rank = [[PartFacts(*fact) for fact in of] for of, _, _ in found]
+    modules, settings = ([each for of in found for each in of[place]] for place in (1, 2))
+    runtime.planner.whole = WholeModel(by_rank, ranks.members, modules, settings)

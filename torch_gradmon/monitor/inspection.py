@@ -98,7 +98,9 @@ def missing(runtime: Runtime) -> dict[str, str]:
     if record is None and not why:
         return {}
     follower = runtime.loop
-    owned = None if follower is None else planner.owned(follower.ownership.alive())
+    owned = None
+    if follower is not None and planner.inventory is not None:
+        owned = {planner.inventory.names[position] for own in follower.ownership.owned.values() for position in own}
     factory, pipeline, names = runtime.factory, runtime.pipeline, planner.matchable() or {}
     if record is None or why:
         reasons = dict.fromkeys(factory.requested(names), why)

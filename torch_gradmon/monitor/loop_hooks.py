@@ -293,9 +293,6 @@ class OptimizerHooks:
         """Whether a single optimizer calls each hook once a step so far, without wrapper, closure, or check for infinite gradients."""
         return len(self._loop.ownership.order) == 1 and not (self.is_odd or self._had_closure or self._wrappers)
 
-    def is_stepping(self, optimizer: Optimizer | None) -> bool:
-        return self._depth.get(id(optimizer), 0) > 0
-
     def heal(self) -> None:
         """Forget a step in which the optimizer raised: its depth and its removed gradients."""
         self._depth.clear()
@@ -440,7 +437,7 @@ class ScalerHooks:
         """The factor that unscales the gradients of ``optimizer``, as a device tensor; None if they are unscaled."""
         if self.scales.scaler is None and getattr(optimizer, "grad_scale", None) is None:
             return None
-        return self.scales.inverse(optimizer, stepping=self._optimizers.is_stepping(optimizer))
+        return self.scales.inverse(optimizer, stepping=self._loop.program.depth.get(id(optimizer), 0) > 0)
 
     def step_began(self, optimizer: Optimizer, takes_values: bool) -> None:
         """The optimizer is about to step, and only now its scaler is certain.
@@ -569,8 +566,7 @@ class Ownership:
         """Find the positions anew; returns those of parameters that several optimizers have."""
         self._source = planner.source
         self.has_changed()
-        owned, self.unowned = planner.positions(self.alive())
-        self.owned = dict(owned.items())
+        self.owned, self.unowned = planner.positions(self.alive())
         self.all_positions = sorted({*self.unowned}.union(*self.owned.values()))
         owners = Counter(position for positions in self.owned.values() for position in positions)
         return {position for position, count in owners.items() if count > 1}

@@ -102,8 +102,7 @@ def as_tensor(value: Any, key: Key) -> Tensor:
             raise TypeError(f"the value of {'/'.join(filter(None, key))} is complex; return a real number, such as its abs()")
         if value.numel() == 0:
             raise ValueError(f"the value of {'/'.join(filter(None, key))} has no elements")
-        flat: Tensor = value.detach().to(accumulator_dtype(value.device)).reshape(-1)
-        return flat
+        return value.detach().to(accumulator_dtype(value.device)).reshape(-1)
     try:
         return torch.tensor([float(value)], dtype=torch.float64, device="cpu")
     except (TypeError, ValueError) as error:
@@ -301,7 +300,11 @@ def merged_losses(calls: Sequence[tuple[Identities, int, Tensor]]) -> dict[str, 
         is_here = not isinstance(identities, Tensor)
         count = (len(numbers) - 3) // (2 if is_here else 2 + _PARTS)
         losses, places, *parts = numbers[3:].view(-1, count).tolist()
-        names = [_plain(identities[int(place)]) for place in places] if is_here else list(map(_joined, *parts))
+        if is_here:
+            here = (identities[int(place)] for place in places)
+            names = [int(name) if hasattr(name, "__index__") else str(name) for name in here]
+        else:
+            names = [(int(high) << 2 * _BITS) + (int(mid) << _BITS) + int(low) for high, mid, low in zip(*parts, strict=True)]
         for loss, name in zip(losses, names, strict=True):
             found[name] = found.get(name, 0.0) + loss
     largest = sorted(found.items(), key=lambda row: -row[1] if math.isfinite(row[1]) else -math.inf)[:KEPT]
@@ -314,14 +317,6 @@ def merged_losses(calls: Sequence[tuple[Identities, int, Tensor]]) -> dict[str, 
         "negative": int(negative),
         "count": sum(count for _, count, _ in calls),
     }
-
-
-def _joined(high: float, middle: float, low: float) -> int:
-    return (int(high) << 2 * _BITS) + (int(middle) << _BITS) + int(low)
-
-
-def _plain(name: Any) -> Any:
-    return int(name) if hasattr(name, "__index__") else str(name)
 
 
 # --- The values of the current step, on the device ---

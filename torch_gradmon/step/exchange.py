@@ -101,8 +101,7 @@ class BoundedStore:
 
     def values(self, keys: Sequence[str], limit: float | None = None) -> list[bytes]:
         if getattr(self._store, "has_extended_api", bool)():
-            found: list[bytes] = self.call("multi_get", list(keys), limit=limit)
-            return found
+            return self.call("multi_get", list(keys), limit=limit)  # type: ignore[no-any-return]
         return [self.call("get", key, limit=limit) for key in keys]
 
     def first_absent(self, keys: Sequence[str], limit: float | None = None) -> int:

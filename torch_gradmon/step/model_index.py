@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..core.errors import display
 from ..core.keys import ROOT, WRAPPERS, canonical_name, canonical_names
 from ..core.torch_modes import fsdp_param_groups
-from .ranks import Ranks, is_dtensor, is_sharded
+from .ranks import is_dtensor, is_sharded
 
 _CALL, _CHILDREN, _PARAMETERS = weakref.ref.__call__, attrgetter("_modules"), attrgetter("_parameters")
 _GROUP = itemgetter("params")
@@ -201,15 +201,6 @@ class WholeModel:
             if named not in self.cards:
                 self.cards.append(named)
 
-    @classmethod
-    def gathered(
-        cls, ranks: Ranks, own: Sequence[PartFacts], modules: Sequence[tuple[int, str, str]], cards: Sequence[dict[str, Any]]
-    ) -> WholeModel:
-        """From what each rank has. Collective."""
-        found = ranks.gathered([own, modules, cards])
-        by_rank = [[PartFacts(*fact) for fact in facts] for facts, _, _ in found]
-        return cls(by_rank, ranks.members, [each for _, of, _ in found for each in of], [each for *_, of in found for each in of])
-
     def groups(self) -> list[set[str]]:
         """The parameters of each group of the optimizers; groups of one number in several stages are one."""
         count = 1 + max((fact.group for fact in self.facts.values()), default=-1)
@@ -385,14 +376,11 @@ class _Naming(NamedTuple):
 
     module: nn.Module
     whole: WholeModel | None
-    format_name: Callable[[str], str] | None
+    of_user: Callable[[str], str]  # the user's change of each canonical name
     excluded: re.Pattern[str] | None
 
     def in_whole(self, name: str) -> str:
         return name if self.whole is None else self.whole.name_of(self.module, name)
-
-    def of_user(self, name: str) -> str:
-        return name if self.format_name is None else self.format_name(name)
 
     def is_excluded(self, name: str) -> bool:
         """Of a name in the whole model."""
@@ -409,7 +397,7 @@ class ModelIndex:
         self,
         module: nn.Module,
         excluded: re.Pattern[str] | None = None,  # of metrics, by canonical names; whole-model values use all parameters
-        format_name: Callable[[str], str] | None = None,  # the user's change of each canonical name
+        format_name: Callable[[str], str] = str,  # the user's change of each canonical name
         distinct: re.Pattern[str] | None = None,  # of what differs between ranks, whose elements on all ranks are counted
         source: GradientSource = PLAIN_GRADIENTS,
         whole: WholeModel | None = None,  # the model that ``module`` is a part of, where other ranks have the others

@@ -234,9 +234,6 @@ class Registry:
         """ValueError where two metrics of one name match the same tensor; the names are known now."""
         _refuse_overlaps(self.metrics, self.metrics, tensors)
 
-    def of(self, source: str) -> list[Metric]:
-        return [metric for metric in self.metrics if metric.source == source]
-
 
 def checked_aggregation(aggregation: str | Callable[..., Any] | None, argument: str) -> str | Callable[..., Any]:
     if aggregation is None:

@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -91,10 +91,10 @@ class Planner:
         source: GradientSource | None = None,
         fits: Callable[[ModelIndex], object] = lambda _: None,
     ) -> None:
-        self.registry, self._fits = registry, fits
+        self.registry, self._fits, self.rename = registry, fits, str if format_name is None else format_name
         self.inventory: ModelIndex | None = None
         self.module: Callable[[], nn.Module | None] = lambda: None
-        self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
+        self._excluded, self._distinct = excluded, distinct
         self._named_source, self.source = source, source or PLAIN_GRADIENTS  # source: where they are, once a model is watched
         self.whole: WholeModel | None = None  # the model that the watched module is a part of
         self._cache: dict[Any, tuple[dict[str, SourcePlan], tuple[Metric, ...]]] = {}
@@ -110,9 +110,6 @@ class Planner:
         """The watched model, or the first part of a pipeline on this rank."""
         module = self.module()
         return next(module.children(), None) if module is not None and self.source.is_pipeline else module
-
-    def rename(self, name: str) -> str:
-        return name if self._format_name is None else self._format_name(name)
 
     def watch(self, module: nn.Module) -> None:
         """ValueError if metrics of one name overlap on ``module``, or a pattern of the options fits nothing in it."""
@@ -154,7 +151,7 @@ class Planner:
 
     def _index_of(self, module: nn.Module) -> ModelIndex:
         with outside_dispatch_modes():
-            return ModelIndex(module, self._excluded, self._format_name, self._distinct, self.source, self.whole)
+            return ModelIndex(module, self._excluded, self.rename, self._distinct, self.source, self.whole)
 
     def plans(
         self, step: int, summary: Summary, gradients_only: bool = False
@@ -163,11 +160,8 @@ class Planner:
         metrics, only what the summary needs of gradients.
         """
         assert self.inventory is not None
-        needs = (
-            summary.choice.needs_of_gradients()
-            if gradients_only
-            else summary.choice.needs[step % summary.choice.update_every == 0]
-        )
+        choice = summary.choice
+        needs = choice.needs_of_gradients() if gradients_only else choice.needs[step % choice.update_every == 0]
         due = []
         for metric in self.registry.metrics:
             due.append(metric.due(step) and not gradients_only)
@@ -197,23 +191,17 @@ class Planner:
         """Positions of the parameters whose micro-batch gradients are requested in any step; sharded ones exist only reduced."""
         if self.inventory is None:
             return []
-        metrics, inventory = self.registry.of(n.GRADIENT_LOCAL), self.inventory
+        metrics, inventory = [m for m in self.registry.metrics if m.source == n.GRADIENT_LOCAL], self.inventory
 
         def is_wanted(name: str) -> bool:
             return self.measures_each_batch or (name not in inventory.excluded and any(m.matches(name) for m in metrics))
 
         return [p for p, name in enumerate(inventory.names) if name not in inventory.spread and is_wanted(name)]
 
-    def owned(self, optimizers: Iterable[Optimizer]) -> set[str] | None:
-        if self.inventory is None:
-            return None
-        parameters = (p for optimizer in optimizers for p in self.source.tensors_of(optimizer))
-        return {self.inventory.names[position] for position in self.inventory.positions(parameters)}
-
-    def positions(self, optimizers: Iterable[Optimizer]) -> tuple[dict[int, list[int]], list[int]]:
+    def positions(self, optimizers: Iterable[Optimizer]) -> tuple[dict[Hashable, list[int]], list[int]]:
         """Positions of each optimizer's parameters by its id, and those of parameters without optimizer."""
         assert self.inventory is not None
-        owned = {id(o): self.inventory.positions(self.source.tensors_of(o)) for o in optimizers}
+        owned: dict[Hashable, list[int]] = {id(o): self.inventory.positions(self.source.tensors_of(o)) for o in optimizers}
         taken = {position for positions in owned.values() for position in positions}
         return owned, [position for position in range(len(self.inventory.names)) if position not in taken]
 

@@ -110,8 +110,7 @@ class PluginContext:
         Raises:
             ValueError: there is no such metric.
         """
-        made: Metric = self._lifecycle.planner.registry.make(source, name, every=every, shown=False)
-        return made
+        return self._lifecycle.planner.registry.make(source, name, every=every, shown=False)  # type: ignore[no-any-return]
 
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
         """Measure ``metrics`` in addition to those of the script, under this plugin's ``name``; None removes them.

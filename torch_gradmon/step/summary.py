@@ -255,13 +255,11 @@ class MicroBatchStats:
 
 def norms_by_rank(table: StatsTable) -> dict[str, list[float]]:
     """The norms of each rank in the order of its micro-batches, from rows named by rank and number, such as ``1/0``."""
-    found: dict[str, dict[int, float]] = {}
-    for name, square in zip(table.names, table.rows[:, Column.SQUARE_SUM].tolist(), strict=True):
-        rank, _, number = name.partition("/")
-        found.setdefault(rank, {})[int(number)] = math.sqrt(square) if square == square else math.nan
-    return {
-        rank: [each[number] for number in sorted(each)] for rank, each in sorted(found.items(), key=lambda item: int(item[0]))
-    }
+    found: dict[str, list[float]] = {}
+    squares = zip(table.names, table.rows[:, Column.SQUARE_SUM].tolist(), strict=True)
+    for rank, _, square in sorted((*map(int, name.split("/")), square) for name, square in squares):
+        found.setdefault(str(rank), []).append(math.sqrt(square) if square == square else math.nan)
+    return found
 
 
 # --- The whole-model keys, and the facts about a step that their values need ---
