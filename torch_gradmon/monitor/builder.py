@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,12 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.fence import Fence, is_disabled
-from ..core.records import KeyFormatter, SpikeEvent
+from ..core.records import KeyFormatter
 from ..core.torch_modes import is_muted
 from ..plugins.data_check import DataCheck
 from ..plugins.live_detail import LiveDetail, PostSpikeDetail
 from ..plugins.loop_audit import LoopAudit
-from ..plugins.reactions import Policy, Rollback, policy_of
+from ..plugins.reactions import Rollback, policy_of
 from ..plugins.setup_check import SetupCheck, compiled
 from ..spikes.detector_set import DetectorSet
 from ..statistics.dispatch import Statistics, kernel_choice
@@ -33,7 +33,7 @@ from ..step.ranks import Ranks
 from ..step.record_builder import RecordFactory
 from ..step.summary import LayerSelection, Summary, SummaryChoice
 from .machine import StepState
-from .options import Distributed, MonitorOptions
+from .options import MonitorOptions
 from .plugin_set import BuiltInPlugins, PluginSet
 from .records import Publisher, RecordHistory, RecordPipeline, RunDirectory
 from .runtime import Runtime, at_exit
@@ -61,16 +61,20 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     factory.is_stored = is_stored
     detectors = DetectorSet(summary, complaints)
     statistics = Statistics(complaints, float(options.zero_threshold), False if inert else kernel_choice())
-    captures = Captures(Measurer(statistics, complaints, ranks), fence, options.sampled_updates)
+    sampled = options.max_update_rows or compiled("update_regex", options.update_regex)  # one of the two at most
+    captures = Captures(Measurer(statistics, complaints, ranks), fence, sampled)
     exchange = ExchangePolicy(ranks, complaints, planner, summary, detectors, options.interval)
     history = RecordHistory(options.history, detectors.history)
     built_in = _plugins(options, planner, factory, detectors, directory, exchange, fence)
     plugins = PluginSet(built_in, options.plugins, complaints)
     publisher = Publisher(KeyFormatter(options.key_order, options.prefix), complaints, muted)
     state = StepState()
-    pipeline = RecordPipeline(
-        state, factory, detectors, history, directory, publisher, plugins, _on_spike(options), exchange, fence, muted
-    )
+    policy, on_spike = policy_of(options.on_spike), options.on_spike
+    if isinstance(
+        policy, Rollback
+    ):  # schedulers hold the optimizer, which holds the model, and the pipeline lives longer than these
+        on_spike = policy.without_others()
+    pipeline = RecordPipeline(state, factory, detectors, history, directory, publisher, plugins, on_spike, exchange, fence, muted)
     values = ValueLog(state, fence, pipeline, exchange)
     publisher.of_trainer = values.of_trainer
     cadence = Cadence(options.is_step_monitored, plugins, options.interval)
@@ -79,11 +83,7 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
         plugin.context = PluginContext(runtime.lifecycle, plugin)
     if directory.path is not None:
         built_in.detail.listen(directory.path)
-    if options.checked.replicas_every:
-        runtime.join_ranks = partial(
-            _check_replicas, weakref.ref(runtime), options.checked.replicas_every, options.ranks, planner, history
-        )
-    runtime.named_scaler = options.scaler
+    runtime.named_scaler, runtime.compared = options.scaler, (options.checked.replicas_every, options.ranks)
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
     end = weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)
     if multiprocessing.parent_process() is not None:  # a child that was forked ends without atexit
@@ -141,24 +141,6 @@ def _plugins(
     return BuiltInPlugins(budget, recorder, acting, detail, post_spike, audit, setup, data, replicas=None)
 
 
-def _check_replicas(
-    runtime: Callable[[], Runtime | None], every: int, of: Distributed, planner: Planner, history: RecordHistory
-) -> None:
-    """Compare ranks from now on if there are several, which a process may only know when its loop begins."""
-    if (alive := runtime()) is None or alive.built_in.replicas is not None:
-        return
-    ranks = alive.captures.measurer.ranks
-    if ranks.count < 2:
-        return
-    from ..plugins.replica_check import ReplicaCheck  # not needed by a single process
-
-    distinct, records, recorder = compiled("distinct", of.distinct), history.sampled, alive.built_in.recorder
-    look = list if recorder is None else recorder.look
-    plugin = ReplicaCheck(every, of.sync_every, distinct, ranks, planner, records, look)
-    alive.lifecycle.plugins.use(alive.built_in._replace(replicas=plugin))
-    plugin.context = PluginContext(alive.lifecycle, plugin)
-
-
 def _built_ins(source: str) -> dict[str, BuiltIn]:
     """The built-in metrics of a source, by name."""
     more = {n.UPDATE: UPDATE_BUILT_INS, n.OPTIMIZER: OPTIMIZER_BUILT_INS}
@@ -182,9 +164,3 @@ def run_dir_of(path: str | os.PathLike[str] | None, on_all_ranks: bool, ranks: R
     if path is not None and on_all_ranks and ranks.count > 1:
         return os.path.join(path, f"rank{ranks.rank}")
     return path
-
-
-def _on_spike(options: MonitorOptions) -> str | Policy | Callable[[SpikeEvent], Any] | None:
-    policy = policy_of(options.on_spike)
-    # schedulers hold the optimizer, which holds the model, and the pipeline lives longer than these
-    return policy.without_others() if isinstance(policy, Rollback) else options.on_spike

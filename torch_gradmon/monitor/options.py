@@ -216,11 +216,6 @@ class MonitorOptions:
         return None if callable(self.every) or self.monitor_step_fn is not None else self.every or 1
 
     @property
-    def sampled_updates(self) -> int | re.Pattern[str] | None:
-        """Rows of each parameter, or the pattern of those that are copied for updates."""
-        return self.max_update_rows if self.update_regex is None else compiled("update_regex", self.update_regex)
-
-    @property
     def ranks(self) -> Distributed:
         return self.distributed or Distributed()
 

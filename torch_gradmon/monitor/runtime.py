@@ -21,15 +21,17 @@ from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, Pattern
 from ..core.records import Metric, StepRecord
 from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.reactions import StepCounts
+from ..plugins.setup_check import compiled
 from ..spikes.detector import SpikeDetector
 from ..statistics.request import accumulator_dtype
 from ..step.active_step import Mode
 from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS
 from ..step.planner import PRESETS, PresetName
-from ..step.plugin import OptimizerContext
+from ..step.plugin import OptimizerContext, PluginContext
 from .loop_hooks import BackwardHooks, ModelHooks, OptimizerHooks, Ownership, ScalerHooks, is_container, weakly
 from .machine import StepCycle, StepMachine
+from .options import Distributed
 from .plugin_set import BuiltInPlugins
 from .program import StepProgram
 from .steps import StepLifecycle, link, linkable
@@ -479,6 +481,7 @@ class Runtime:
         lifecycle: opens and closes steps.
         cycle: decides when; the part of the step machine that is there without a loop.
         named_scaler: the GradScaler that the script has named, or that was found around its optimizers.
+        compared: in how many steps the parameters of ranks are compared once, 0 for never, and what is known of ranks.
         owner: the facade, which lives as long as the loop that it watches.
     """
 
@@ -487,9 +490,9 @@ class Runtime:
         self.planner, self.pipeline, self.factory = lifecycle.planner, lifecycle.pipeline, lifecycle.pipeline.factory
         self.cycle = StepCycle(lifecycle, self.state)
         self.named_scaler: torch.amp.GradScaler | None = None
+        self.compared = 0, Distributed()
         self.owner: object = None
         self.mark: object = None  # by which watch() finds the monitor of a model
-        self.join_ranks: Callable[[], object] = lambda: None  # when the loop begins, which is when a process may know other ranks
         self._scale_by_hand()
 
     @property
@@ -504,6 +507,19 @@ class Runtime:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         return self.named_scaler if self.loop is None else self.loop.scaler
+
+    def join_ranks(self) -> None:
+        """Compare ranks from now on if there are several, which a process may only know when its loop begins."""
+        (every, of), ranks = self.compared, self.captures.measurer.ranks
+        if not every or self.built_in.replicas is not None or ranks.count < 2:
+            return
+        from ..plugins.replica_check import ReplicaCheck  # not needed by a single process
+
+        distinct, records, recorder = compiled("distinct", of.distinct), self.pipeline.history.sampled, self.built_in.recorder
+        look = list if recorder is None else recorder.look
+        plugin = ReplicaCheck(every, of.sync_every, distinct, ranks, self.planner, records, look)
+        self.lifecycle.plugins.use(self.built_in._replace(replicas=plugin))
+        plugin.context = PluginContext(self.lifecycle, plugin)
 
     # --- by hand -------------------------------------------------------------------------------------------------------------
 
