@@ -244,15 +244,13 @@ class PipelineParts(nn.Module):
 
     def kinds(self) -> list[tuple[int, str, str]]:
         """The number of the stage, the name within it and the class of each module."""
-        kinds = {int(number): ModelIndex(part).kinds for number, part in self.named_children()}
-        return [(number, name, kind) for number, of in kinds.items() for name, kind in of.items()]
+        return [(int(at), name, kind) for at, part in self.named_children() for name, kind in ModelIndex(part).kinds.items()]
 
 
 def _groups(part: nn.Module, named: Sequence[Any]) -> dict[int, int]:
     """The number of each parameter's group among those of the optimizers that have any parameter of this part, by id."""
     own = set(map(id, part.parameters()))
-    optimizers = [check.bare_optimizer(each).param_groups for each in named]
-    members = [[set(map(id, group["params"])) for group in groups] for groups in optimizers]
+    members = [[set(map(id, group["params"])) for group in check.bare_optimizer(each).param_groups] for each in named]
     groups = [group for of in members if not own.isdisjoint(set().union(*of)) for group in of]
     return {place: number for number, group in enumerate(groups) for place in group}
 

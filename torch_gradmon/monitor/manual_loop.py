@@ -128,7 +128,13 @@ class GradientClip(ManualLoop):
                 raise ValueError(f"an adaptive clip goes by the exact norm of order 2, got {given}; leave it out")
             total = self._adaptively(max_norm)
         else:
-            limit = _number(max_norm)
+            try:
+                limit = float(max_norm)  # a tensor with one element is one, too
+            except (TypeError, ValueError, RuntimeError):
+                raise TypeError(
+                    f'max_norm is a number, "zclip", "adagc", a ZClip or an AdaGC, got {display(max_norm)}; parameters are given by name: '
+                    "clip_grad_norm_(1.0, parameters=model.parameters())"
+                ) from None
             if exact:
                 total = self._exactly(limit)
             else:
@@ -190,19 +196,12 @@ class GradientClip(ManualLoop):
 
     # --- the norm --------------------------------------------------------------------------------------------------------------
 
-    def _places(self) -> dict[int, int]:
-        """The position of each parameter of the watched model, by its id."""
-        inventory = self.runtime.planner.inventory
-        return {} if inventory is None else inventory.places()
-
     def _names(self) -> list[str]:
         """The canonical name of each parameter, or ``parameters[index]`` outside the watched model."""
         self.runtime.planner.refresh()
-        inventory, places = self.runtime.planner.inventory, self._places()
-        return [
-            inventory.names[places[id(p)]] if inventory is not None and id(p) in places else f"parameters[{index}]"
-            for index, p in enumerate(self._parameters)
-        ]
+        inventory = self.runtime.planner.inventory
+        known = {} if inventory is None else {each: inventory.names[place] for each, place in inventory.places().items()}
+        return [known.get(id(p), f"parameters[{index}]") for index, p in enumerate(self._parameters)]
 
     def _spread(self) -> list[int]:
         """Indices of the parameters that differ between ranks: sharded ones and ones that only some ranks have. All ranks call this.
@@ -268,23 +267,13 @@ class GradientClip(ManualLoop):
 
     @fenced
     def _rows_now(self) -> Tensor | None:
-        if not self._lifecycle.has_values:
+        if (inventory := self.runtime.planner.inventory) is None or not self._lifecycle.has_values:
             return None
-        places = self._places()
+        places = inventory.places()
         positions = [places[id(p)] for p in self._parameters if id(p) in places]
         if len(set(positions)) != len(self._parameters) or not self._measured.issuperset(positions):
             return None  # a parameter is outside the model, given twice (torch counts it twice), or not measured just now
         return self._gradients.rows_now(positions, NORM_COLUMNS[self._norm_type])
-
-
-def _number(max_norm: object) -> float:
-    try:
-        return float(max_norm)  # type: ignore[arg-type]  # a tensor with one element is one, too
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f'max_norm is a number, "zclip", "adagc", a ZClip or an AdaGC, got {display(max_norm)}; parameters are given by name: '
-            "clip_grad_norm_(1.0, parameters=model.parameters())"
-        ) from None
 
 
 @torch.no_grad()

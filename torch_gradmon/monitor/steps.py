@@ -196,12 +196,10 @@ class CostNotice:
         self.due += BETWEEN
         if self.monitored == WARM_UP:
             self._began, self._spent = perf_counter(), self._fence.spent()
-        elif (own := self._fence.spent() - self._spent) > PATIENCE:
-            self._judge(own, perf_counter() - self._began, self.monitored - WARM_UP)
-
-    def _judge(self, own: float, elapsed: float, steps: int) -> None:
-        self.due = 0
-        if own <= LARGE * elapsed:
+        own, elapsed, steps = self._fence.spent() - self._spent, perf_counter() - self._began, self.monitored - WARM_UP
+        if own > PATIENCE:
+            self.due = 0
+        if own <= max(PATIENCE, LARGE * elapsed):
             return
         fewer = own / _SPARSER
         then = fewer / (elapsed - own + fewer)

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 class Mark(weakref.ref[nn.Module]):
     """Of a model without its wrappers: finds its monitor, and what uses that, such as a trainer. It keeps none of them alive."""
 
-    __slots__ = ("monitor", "owner")
-
     monitor: weakref.ref[ModuleMonitor]
     owner: weakref.ref[Any] | None  # None where a script called watch()
 

@@ -71,13 +71,11 @@ def _of_parameters(subject: str) -> dict[str, BuiltIn]:
 
 
 def _of_features(subject: str) -> dict[str, BuiltIn]:
-    mean, square = (
-        f"mean{what} over the rows of the {subject}" for what in (" of log(sum(exp(x)))", " square of log(sum(exp(x)))")
-    )
+    of = f"of log(sum(exp(x))) over the rows of the {subject}"
     return {
         **_of_tensors(subject),
-        "logsumexp": BuiltIn("nats", mean, "logsumexp", module="attention"),
-        "logsumexp_square": BuiltIn("nats^2", square, "logsumexp_square", module="attention"),
+        "logsumexp": BuiltIn("nats", f"mean {of}", "logsumexp", module="attention"),
+        "logsumexp_square": BuiltIn("nats^2", f"mean square {of}", "logsumexp_square", module="attention"),
     }
 
 
@@ -314,18 +312,14 @@ def view_blocks(found: Sequence[Views], table: StatsTable, source: str, base: St
             if view.needs not in known:
                 known[view.needs] = have(view.needs, of)
             values, exists = view.of(of), known[view.needs]
-        numbers = _numbers(values)
+        # copied float64: a list of Python's numbers takes four times the memory, which a history of many steps shows
+        values = values.contiguous()
+        numbers = array("d", ctypes.string_at(values.data_ptr(), 8 * len(values)))
         if not ((are_finite and exists is finite) or exists.all()):
             chosen = exists.tolist()
             keys, numbers = tuple(compress(keys, chosen)), array("d", compress(numbers, chosen))
         blocks.append(Block(keys, numbers, "" if metric == "ratio" else source))
     return blocks
-
-
-def _numbers(values: Tensor) -> array[float]:
-    """float64, copied: a list of Python's numbers takes four times the memory, which a history of many steps shows."""
-    values = values.contiguous()
-    return array("d", ctypes.string_at(values.data_ptr(), 8 * len(values)))
 
 
 def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]]:
