@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis
 
 
-_DISABLED = {"everything": "GRADMON_DISABLE is set in the environment: nothing is measured"}
-
-
 def describe(runtime: Runtime) -> dict[str, str]:
     known = {**KEY_DOCUMENTATION, **BATCH_DOCUMENTATION, **ON_REQUEST}
     record, registry = runtime.pipeline.last, runtime.planner.registry
@@ -132,7 +129,7 @@ def diagnose(runtime: Runtime) -> Diagnosis:
 
     record = runtime.settle_now()
     if runtime.fence.inert:
-        return Diagnosis((), None, _DISABLED)
+        return Diagnosis((), None, {"everything": "GRADMON_DISABLE is set in the environment: nothing is measured"})
     pipeline, model = runtime.pipeline, runtime.factory.model
     data, setup = runtime.built_in.data, runtime.built_in.setup
     place, recent = pipeline.directory.path, pipeline.history.recent()

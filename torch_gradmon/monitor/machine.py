@@ -209,11 +209,6 @@ class StepState:
         return self.is_open and not self.progress.is_explicit and self.is_driven and not self.progress.has_stepped
 
     @property
-    def is_interrupted(self) -> bool:
-        """Whether an optimizer's step has begun in the open step, and has not returned: if nothing followed, it would not be applied."""
-        return self.is_open and self.is_driven and bool(self.progress.begun)
-
-    @property
     def next_attempt(self) -> int:
         if self.is_unfinished and self.step is not None:
             return self.step

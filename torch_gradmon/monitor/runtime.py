@@ -331,18 +331,15 @@ class FollowedLoop:
         """Measure the gradients that the optimizer uses, and with the last one those that none uses."""
         positions = self.ownership.owned.get(optimizer, [])
         if self.backward_hooks.awaited and torch._C._current_graph_task_id() == -1:
-            self._refuse_before_clip(positions)
+            # it was interrupted, and neither another one came after it nor a clip by the monitor, which measures
+            active, left = self.lifecycle.active, self._captures.gradients.not_clipped(positions)
+            is_left = left == positions or self._captures.gradients.with_gradient(left)
+            if is_left and active is not None and active.buffer is not None:
+                active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
         scale = None if is_overflowed else self.scaler_hooks.inverse_scale(self.ownership[optimizer])
         self._captures.gradients.after_clip(positions, scale)
         if with_unowned and self.ownership.unowned:
             self.measure_unowned()
-
-    def _refuse_before_clip(self, positions: list[int]) -> None:
-        """A backward pass was interrupted, and neither another one came after it nor a clip by the monitor, which measures."""
-        active, gradients = self.lifecycle.active, self._captures.gradients
-        left = gradients.not_clipped(positions)
-        if active is not None and active.buffer is not None and (left == positions or gradients.with_gradient(left)):
-            active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
 
     def measure_unowned(self) -> None:
         """Measure the gradients that no optimizer uses, and none unscales."""
@@ -464,7 +461,6 @@ AggregationFunction = Aggregation | Callable[..., Any] | None
 #: Suffixes that the tensors of an attention module add to its name.
 _SUFFIXES = {n.ACTIVATION: ("", *(f"{head}.{of}" for head in ("", ".head_0") for of in ("query", "key", "value", "activation")))}
 NO_MODULE = "there is no module to watch; pass it to ModuleMonitor(model) or call set_module(model) first"
-_GONE = "the attached optimizers are gone; call monitor.detach(), then monitor.attach() with the new ones"
 _UNATTACHED = (
     "the parameters have changed since the attached optimizer stepped last: another optimizer steps them, or the loop itself; call "
     "monitor.detach(), then monitor.attach() with the optimizer whose step() the loop calls"
@@ -673,7 +669,7 @@ class Runtime:
         if self.loop is None or self.state.is_manual:
             return ""
         if self.loop.is_orphaned:
-            return _GONE
+            return _LOST
         in_step = self.state.is_open and not self.state.progress.has_stepped
         with outside_dispatch_modes():
             is_stale = self.lifecycle.plugins.call_one(self.built_in.audit, self.built_in.audit.is_stale, in_step)
@@ -703,7 +699,7 @@ class Runtime:
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers and lists. An open step that an optimizer has left by an error counts as ended."""
         state = self._state()
-        if self.state.is_interrupted:
+        if self.state.is_open and self.state.is_driven and self.state.progress.begun:
             for name in ("not_applied", "interrupted"):
                 state["summary"][name] += 1
             state["attempted"] += not self.state.progress.is_attempted

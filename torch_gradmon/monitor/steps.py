@@ -469,9 +469,10 @@ class StepLifecycle:
                 self.plugins.call_one(policy, self.pipeline.learn, *known)
         elif tags is None:
             self.values.tags = {}
+        is_interrupted = "interrupted" in active.annotations  # the loop left the step by an error, so that it was not applied
         if active.is_overflowed:
-            self.pipeline.count_refusal(active.is_interrupted)
-        if self.pipeline.detectors.count_unmonitored(active.is_overflowed and not active.is_interrupted):
+            self.pipeline.count_refusal(is_interrupted)
+        if self.pipeline.detectors.count_unmonitored(active.is_overflowed and not is_interrupted):
             self.plugins.alert(active.number)
 
     def _pending(self, active: ActiveStep, tags: dict[str, Any] | None) -> PendingStep:

@@ -156,7 +156,13 @@ class ValueLog:
             elif key not in self.logged:
                 self.of_trainer.add(key)
             self.logged.add(key)
-            self._warn_late(key, text, reducer)
+            is_late = self._exchange.shares_values and self._step_of(key) == "last"
+            if is_late and (reducer or self._pipeline.detectors.watches(key)):
+                self._fence.complaints.add(
+                    f"late:{text}",
+                    f"{text} was logged after optimizer.step(), after the ranks had exchanged their values: it stays on this rank, or is "
+                    "lost where they have merged earlier ones of this step, and no detector judges it; log it earlier",
+                )
             with outside_dispatch_modes():
                 if self._waiting:
                     self._log_waiting()
@@ -181,15 +187,6 @@ class ValueLog:
         absent = self._pipeline.absent_of_last if self.buffer is None else self.buffer.absent
         absent[key.source, key.name] = str(error)
         self._fence.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
-
-    def _warn_late(self, key: Key, text: str, reducer: str) -> None:
-        is_late = self._exchange.shares_values and self._step_of(key) == "last"
-        if is_late and (reducer or self._pipeline.detectors.watches(key)):
-            self._fence.complaints.add(
-                f"late:{text}",
-                f"{text} was logged after optimizer.step(), after the ranks had exchanged their values: it stays on this rank, or is "
-                "lost where they have merged earlier ones of this step, and no detector judges it; log it earlier",
-            )
 
     def _log(
         self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool, stands_in: bool, late: StepBuffer

@@ -55,11 +55,6 @@ class ActiveStep:
     values: dict[Key, float] = field(default_factory=dict)
 
     @property
-    def is_interrupted(self) -> bool:
-        """Whether the loop left the step by an error, which is why it was not applied."""
-        return "interrupted" in self.annotations
-
-    @property
     def is_monitored(self) -> bool:
         """Whether all that is due is measured."""
         return self.buffer is not None and self.mode is Mode.MONITORED
