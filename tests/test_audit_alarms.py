@@ -570,6 +570,54 @@ def test_a_closure_is_followed_no_further_than_it_can_be() -> None:
         monitor.detach()
 
 
+class _Loop:
+    """A loop whose step calls a closure, as that of Lightning is."""
+
+    clears, clips, gives = True, False, True
+
+    def __init__(self) -> None:
+        self.model = net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
+
+    def closure(self) -> Tensor:
+        loss = loss_of(self.model)
+        if self.clears:
+            self.optimizer.zero_grad()
+        if self.gives:
+            loss.backward()
+        return loss.detach()
+
+    def train(self, micro: int = 1) -> list[str]:
+        monitor = watched(self.model, self.optimizer)
+        for _ in range(STEPS):
+            for _ in range(micro - 1):
+                loss_of(self.model).backward()
+            self.optimizer.step(self.closure)
+            if self.clips:
+                nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+            if micro > 1:
+                self.optimizer.zero_grad()
+        return rules(monitor)
+
+
+@pytest.mark.parametrize(
+    ("settings", "micro", "expected"),
+    [
+        ({}, 1, []),
+        ({"clears": False}, 3, []),  # between the micro-batches
+        ({"clears": False}, 1, ["missing-zero-grad"]),
+        ({"clips": True}, 1, ["clip-after-step"]),
+        ({"gives": False}, 1, ["step-without-gradients"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+def test_mistakes_around_a_step_with_a_closure(settings: dict[str, bool], micro: int, expected: list[str]) -> None:
+    loop = _Loop()
+    for name, value in settings.items():
+        setattr(loop, name, value)
+    assert loop.train(micro) == expected
+
+
 def test_a_second_step_needs_a_forward_in_between() -> None:
     """Gradients may be made by hand, and written where no version counter sees it."""
 

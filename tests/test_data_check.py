@@ -462,6 +462,56 @@ def test_a_loss_that_takes_logits_gets_what_was_squashed(last: nn.Module, loss_o
     assert "log-softmax-missing" not in found
 
 
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ("a temperature", {"loss_of": lambda z, y: F.cross_entropy(200 * z, y)}),
+        ("by nothing but", {"loss_of": lambda z, y: F.cross_entropy(z, y) / 500}),
+        ("by the number of micro-batches", {"micro": 4}),
+    ],
+)
+def test_the_advice_about_a_scale_is_for_what_was_seen(words: str, settings: dict[str, Any]) -> None:
+    monitor, _ = train(**settings)
+    assert monitor is not None
+    (finding,) = [each for each in monitor.diagnose().findings if each.rule == "loss-scale"]
+    assert words in finding.advice
+
+
+TEACHER = torch.softmax(torch.randn(24, 3, generator=torch.Generator().manual_seed(1)), 1)
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning", "ignore:Using a target size")
+@pytest.mark.parametrize(
+    ("rule", "loss_of", "is_so"),
+    [
+        ("log-softmax-missing", lambda z, y: 9 * F.kl_div(z.softmax(1), TEACHER, reduction="batchmean"), True),
+        ("log-softmax-missing", lambda z, y: F.kl_div((z / 3).softmax(1), TEACHER, reduction="sum") / 24, True),
+        ("log-softmax-missing", lambda z, y: F.kl_div(z.log_softmax(1), TEACHER, reduction="batchmean"), False),
+        (
+            "log-softmax-missing",
+            lambda z, y: F.kl_div(z.log_softmax(1), TEACHER.log(), reduction="batchmean", log_target=True),
+            False,
+        ),
+        ("log-softmax-missing", lambda z, y: 1 - (TEACHER * z.softmax(1)).sum(1).mean() - 5, False),  # an overlap
+        ("classes-mixed", lambda z, y: F.cross_entropy(z.view(4, 3, 6).reshape(-1, 3), y), False),  # no output of the model
+        ("rows-paired", lambda z, y: F.mse_loss(z[:, :1], y.float()), True),
+        ("rows-paired", lambda z, y: (z[:, 0] - y.float()[:, None]).square().mean(), True),
+        ("rows-paired", lambda z, y: 3 * F.smooth_l1_loss(z[:, :1], y.float()) + 1e-3 * z.square().mean(), True),
+        ("rows-paired", lambda z, y: (F.cross_entropy(z, y, reduction="none") * TEACHER[:, :1]).mean(), True),
+        ("rows-paired", lambda z, y: F.mse_loss(z[:, 0], y.float()), False),
+        ("rows-paired", lambda z, y: F.mse_loss(z, y[:, None].float().expand(-1, 3)), False),
+        ("rows-paired", lambda z, y: (1 - (z[:, :1] - z[:, 1])).relu().mean(), False),  # of all pairs of two outputs
+        ("rows-paired", lambda z, y: F.cross_entropy(z @ z.T, torch.arange(24)), False),
+        # a partial likelihood, whose mask says who is still at risk
+        ("rows-paired", lambda z, y: ((z[:, 0].exp() * (y <= y[:, None])).sum(1).log() - z[:, 0]).mean(), False),
+        ("rows-paired", lambda z, y: (z[:, :1] - TEACHER).square().mean(), False),
+    ],
+)
+def test_what_a_loss_makes_of_shapes_and_probabilities(rule: str, loss_of: Callable[..., Tensor], is_so: bool) -> None:
+    monitor, _ = train(loss_of=loss_of, steps=30)
+    assert (rule in rules(monitor)) == is_so
+
+
 def test_the_mean_of_the_output_is_no_loss_with_labels() -> None:
     """The gradient of -mean(z) is that of a binary cross-entropy whose labels are all 1, where z is far below 0."""
 

@@ -987,6 +987,22 @@ def test_a_schedule_that_runs_out_early(until: int, found: bool) -> None:
         assert _ran_out(run)[0].steps[0] == until
 
 
+@pytest.mark.parametrize(
+    ("every", "last", "found"),
+    [
+        (25, 200, True),
+        (25, 20, False),
+        (10, 200, False),
+        (1, 200, False),
+    ],  # ... a warm-up of epochs, one that is quick, and one of steps
+)
+def test_a_warm_up_of_steps_that_is_stepped_by_epochs(every: int, last: int, found: bool) -> None:
+    groups = [{"optimizer": "AdamW", "number": 0, "settings": {"initial_lr": 1e-3}, "parameters": []}]
+    run = history(loss=falls, context=lambda step: {"lr": [1e-3 * (1 + step // every) / last]})
+    run = replace(run, groups=groups)
+    assert _rules(_ran_out(run)) == [("warning", "learning-rate-low")] * found
+
+
 def test_the_rates_of_all_groups_have_to_run_out() -> None:
     def run(first: float, second: float, **context: float) -> list[int]:
         rates = lambda step: [1.0 if step < 20 else first, 9e-4 if step < 25 else second]  # noqa: E731

@@ -721,6 +721,42 @@ def test_manual_optimisation_without_a_loss_says_where_to_log_it(tmp_path: Path)
         assert diagnosis.unseen["loss"].startswith("return the loss from training_step(), or log it there with callback.monitor")
 
 
+@pytest.mark.parametrize("fault", ["", "missing-zero-grad", "clip-after-step", "step-without-gradients"])
+@pytest.mark.parametrize("by_hand", [True, False])
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning", "ignore:.*returned.*None")
+def test_mistakes_of_a_training_step_are_named(fault: str, by_hand: bool, tmp_path: Path) -> None:
+    class Loop(Net):
+        automatic_optimization = not by_hand
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor | None:
+            loss = oracle.loss_of(self.net(batch[0]), batch[1])
+            self.log("loss", loss)
+            if self.automatic_optimization:
+                return None if fault == "step-without-gradients" else loss
+            optimizer = self.optimizers()
+            if fault != "missing-zero-grad":
+                optimizer.zero_grad()
+            if fault != "step-without-gradients":
+                self.manual_backward(loss)
+            optimizer.step()
+            return None
+
+        def optimizer_zero_grad(self, epoch: int, index: int, optimizer: Any) -> None:
+            if fault != "missing-zero-grad":
+                optimizer.zero_grad()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if fault == "clip-after-step":
+                torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+    callback = GradmonCallback(run_dir=tmp_path / "run")
+    trainer(callback).fit(Loop(), loader(24))
+    found = [finding.rule for finding in callback.monitor.diagnose().findings if finding.severity != "info"]
+    assert found == ([fault] if fault else [])
+    if fault != "step-without-gradients":
+        assert len(gradmon.load_run(tmp_path / "run").series("loss")) == 24
+
+
 def test_each_fold_has_a_run_directory_of_its_own(tmp_path: Path) -> None:
     callback = GradmonCallback(run_dir=tmp_path / "run")
     trainer(callback).fit(Net(), loader(4))

@@ -19,14 +19,15 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..machine import machine
-from ..report import RESULTS, ROOT
+from ..report import RESULTS, ROOT, with_section, write_section
 from . import judging
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -61,6 +62,11 @@ class Outcome:
     measure: float | None = None
     found: list[list[tuple[str, str]]] = field(default_factory=list)
     error: str = ""
+    mended: bool = False  # a faulty program, with the wrong line put right
+
+    @property
+    def is_sound(self) -> bool:
+        return self.mended or not self.program.startswith(FAULTS)
 
     @property
     def alarms(self) -> list[str]:
@@ -89,7 +95,7 @@ def judged(path: Path, mended: bool) -> Outcome:
     assert spec is not None
     assert spec.loader is not None
     sys.modules["program"] = module = importlib.util.module_from_spec(spec)
-    outcome = Outcome(f"{path.parent.name}/{path.stem}", half_of(path))
+    outcome = Outcome(f"{path.parent.name}/{path.stem}", half_of(path), mended=mended)
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         watch = Watch(directory)
@@ -114,19 +120,60 @@ def in_process(path: Path, mended: bool) -> Outcome:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=ROOT)
         found = json.loads(ran.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired, IndexError, ValueError) as error:
-        return Outcome(f"{path.parent.name}/{path.stem}", half_of(path), error=f"not run: {error}")
+        return Outcome(f"{path.parent.name}/{path.stem}", half_of(path), error=f"not run: {error}", mended=mended)
     return Outcome(**found)
 
 
-def lines(outcomes: Sequence[Outcome], rules: dict[str, dict[str, Any]], mended: bool) -> Iterator[str]:
+def precision(outcomes: Sequence[Outcome]) -> tuple[int, Counter[str]]:
+    """Sound trainings by others, these and those of ``external.json``, and by rule how many of them have it as a warning."""
+    sound = [outcome for outcome in outcomes if outcome.is_sound and not outcome.error]
+    warned = Counter(rule for outcome in sound for rule in set(outcome.alarms))
+    known = json.loads(judging.RESULTS.read_text(encoding="utf-8"))
+    for each in known["outcomes"]:
+        if each["twin"] or each["judge"] == "examples":
+            warned.update({rule for found in each["found"] for severity, rule in found if severity != "info"})
+    return len(sound) + known["counts"]["all"]["false alarms"][1], warned
+
+
+def stored() -> list[Outcome]:
+    """Of the last full run."""
+    return [Outcome(**each) for each in json.loads((RESULTS / "programs.json").read_text(encoding="utf-8"))["outcomes"]]
+
+
+def about(rule: str, count: int, warned: Mapping[str, int]) -> str:
+    """The sentence on the page of a rule."""
+    found = warned.get(rule, 0)
+    share = "none" if not found else f"{found} of them, {100 * found / count:.2f} %"
+    return f"In {count} sound trainings that others wrote, this rule warned in {share}."
+
+
+def markdown(outcomes: Sequence[Outcome], rules: dict[str, dict[str, Any]]) -> str:
+    """What the documentation says of the programs, and of each rule in sound trainings."""
+    rows = ["| programs | half | named | warnings in sound ones |", "| --- | --- | ---: | ---: |"]
+    for half in ("open", "held back"):
+        of_half = [each for each in outcomes if each.half == half]
+        for title, sound in (
+            ("written as sound", [each for each in of_half if each.is_sound and not each.mended]),
+            ("mended twins", [each for each in of_half if each.mended]),
+        ):
+            rows.append(f"| {title} | {half} | | {sum(bool(each.alarms) for each in sound)} of {len(sound)} |")
+        seen = [(each, rules[each.program.partition("/")[2]]) for each in of_half if not each.is_sound]
+        seen = [(each, about) for each, about in seen if not about["out_of_sight"]]
+        rows.append(f"| faulty | {half} | {sum(each.names(about['rules']) for each, about in seen)} of {len(seen)} | |")
+    count, warned = precision(outcomes)
+    told = "; ".join(f"`{rule}` in {number} ({100 * number / count:.2f} %)" for rule, number in warned.most_common())
+    text = f"In {count} sound trainings by others, all that this page tells of, a rule warned: {told}. All other rules: in none."
+    return "\n".join([*rows, "", text])
+
+
+def lines(outcomes: Sequence[Outcome], rules: dict[str, dict[str, Any]]) -> Iterator[str]:
     """What is said of the two halves, and each program that is judged wrongly."""
     for half in ("open", "held back"):
         own = [outcome for outcome in outcomes if outcome.half == half]
-        sound = [outcome for outcome in own if mended or not outcome.program.startswith(FAULTS)]
+        sound = [outcome for outcome in own if outcome.is_sound]
         yield f"{half}: {sum(bool(outcome.alarms) for outcome in sound)} of {len(sound)} sound programs with a warning"
         yield from (f"  {each.program}: {', '.join(each.alarms)} {each.error}" for each in sound if each.alarms or each.error)
-        faulty = [] if mended else [each for each in own if each.program.startswith(FAULTS)]
-        seen = [(each, rules[each.program.partition("/")[2]]) for each in faulty]
+        seen = [(each, rules[each.program.partition("/")[2]]) for each in own if not each.is_sound]
         seen = [(each, about) for each, about in seen if not about["out_of_sight"]]
         yield f"{half}: {sum(each.names(about['rules']) for each, about in seen)} of {len(seen)} faults named"
         for each, about in seen:
@@ -140,23 +187,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog=f"python -m {__spec__.name}", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only those whose set or name contains one of these")
     parser.add_argument("--open", action="store_true", help="only those that rules may be tuned on")
-    parser.add_argument("--mended", action="store_true", help="the faulty ones with the wrong line put right")
+    parser.add_argument("--mended", action="store_true", help="only the faulty ones with the wrong line put right")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
         print(json.dumps(asdict(judged(arguments.one, arguments.mended))))
         return
-    every = [path for of in ([FAULTS] if arguments.mended else [*SOUND, FAULTS]) for path in sorted((PROGRAMS / of).glob("*.py"))]
-    chosen = [path for path in every if not arguments.names or any(name in str(path) for name in arguments.names)]
-    chosen = [path for path in chosen if not arguments.open or half_of(path) == "open"]
+    every = [(path, False) for of in (*SOUND, FAULTS) for path in sorted((PROGRAMS / of).glob("*.py"))]
+    every += [(path, True) for path, _ in every if path.parent.name == FAULTS]
+    chosen = [each for each in every if not arguments.names or any(name in str(each[0]) for name in arguments.names)]
+    chosen = [each for each in chosen if each[1] >= arguments.mended and (not arguments.open or half_of(each[0]) == "open")]
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        outcomes = list(pool.map(lambda path: in_process(path, arguments.mended), chosen))
+        outcomes = list(pool.map(lambda each: in_process(*each), chosen))
     rules = json.loads((PROGRAMS / FAULTS / "rules.json").read_text(encoding="utf-8"))
-    print("\n".join(lines(outcomes, rules, arguments.mended)))
-    if len(chosen) == len(every) and not arguments.mended:
+    print("\n".join(lines(outcomes, rules)))
+    if len(chosen) == len(every):
         result = {"machine": machine(), "date": datetime.date.today().isoformat(), "outcomes": list(map(asdict, outcomes))}
         (RESULTS / "programs.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_section("programs", markdown(outcomes, rules))
+        for page in (ROOT / "docs" / "gallery").glob("*.md"):
+            text = page.read_text(encoding="utf-8")
+            if "<!-- precision -->" in text:
+                page.write_text(with_section(text, "precision", about(page.stem, *precision(outcomes))), encoding="utf-8")
 
 
 if __name__ == "__main__":

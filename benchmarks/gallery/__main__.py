@@ -12,6 +12,7 @@ import torch
 
 import torch_gradmon as gradmon
 
+from ..external.whole import about, precision, stored
 from ..faults import FAULTS, Training
 from ..faults.judging import diagnosed
 from .healthy import FAMILIES, table
@@ -80,6 +81,16 @@ _Made by `make gallery`, like all of this page, from `{training.name}` of `bench
 ## The cure
 
 In this training, one line: **{training.advice}**. Of the cured run the diagnosis {verdict}.
+
+## How often it is wrong
+
+<!-- precision -->
+
+{about(rule, *precision(stored()))}
+
+<!-- /precision -->
+
+_Made by `python -m benchmarks.external.whole`._
 """
 
 

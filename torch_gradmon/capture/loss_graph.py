@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,11 @@ _MOVES = frozenset(
         *("Transpose", "Unbind", "UnsafeSplit", "UnsafeView", "Unsqueeze", "View", "_DDPSink"),
     )
 )
+#: Operations that bring numbers to one shape, and products of matrices, which may be scaled.
+_SPREAD = frozenset(("Add", "Div", "Expand", "Mul", "Rsub", "Sub"))
+_PRODUCTS = frozenset(("Bmm", "Mm"))
+#: The most rows of an embedding that is of kinds of tokens, such as questions and answers, and not of tokens.
+_SEGMENTS = 4
 
 
 def notes_of(node: Node) -> dict[str, Any]:
@@ -101,6 +108,75 @@ def _walk(losses: Sequence[Tensor], most: int) -> Iterator[tuple[Node, list[Node
         inputs = inputs_of(node)
         yield node, inputs
         waiting += inputs
+
+
+def pairs_rows(losses: Sequence[Tensor]) -> bool:
+    """Whether an operation on the way to a loss sets each of N rows beside each of N constants, ``[N, 1]`` beside ``[N]``, and all the
+    ``[N, N]`` results go into it alike. Of two that have a gradient, as in a loss of pairs, that may be meant.
+    """
+    for node, inputs in _walk(losses, _NODES):
+        rows, *others = _shape_of(node) or (1,)
+        if others == [rows] and rows > 2 and operation_of(node) in _SPREAD:
+            if len(inputs) == 1 and math.prod(_shape_of(inputs[0])) == rows:
+                return True
+        elif others != [rows] and math.prod((rows, *others)) > 1:
+            inputs.clear()  # the results are joined before they are a loss
+    return False
+
+
+def mixes_classes(losses: Sequence[Tensor]) -> bool:
+    """Whether a loss views an output ``[N, classes, ...]`` as ``[rows, classes]`` without a permutation, so that a row has numbers of other
+    classes and places.
+    """
+    for node, inputs in _walk(losses, _NODES):
+        shape, before = _shape_of(node), _shape_of(inputs[0]) if inputs else ()
+        is_view = operation_of(node) in ("ReshapeAlias", "UnsafeView", "View") and len(shape) == 2 and len(before) > 2
+        if is_view and shape[1] > 1 and before[1] == shape[1] != before[-1] and OUTPUT in notes_of(inputs[0]):
+            return True
+    return False
+
+
+@dataclass
+class Sources:
+    """What an output was made from, as far as autograd keeps it: read as it is, since unpacked, a checkpoint would compute it anew."""
+
+    tokens: list[Tensor] = field(default_factory=list)  # ids of embeddings, [N, T], those of the nearest one first
+    masks: list[Tensor] = field(default_factory=list)  # of attention, boolean or added to the scores
+    # numbers of sequences, or a multiple of it, and of queries of each or of steps of a recurrent layer
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    is_masked: bool = False  # some attention may be
+
+
+def sources_of(output: Tensor) -> Sources:
+    found = Sources()
+    for node, inputs in _walk([output], _MANY):
+        operation, shape = operation_of(node), _shape_of(node)
+        names = ("_raw_saved_indices", "_raw_saved_attn_mask", "_raw_saved_attn_bias")
+        kept = [data for name in names if (data := getattr(getattr(node, name, None), "data", None)) is not None]
+        if operation == "Embedding" and getattr(node, "_saved_weight_sym_argsize_0", 0) > _SEGMENTS:
+            found.tokens += [each for each in kept if isinstance(each, Tensor) and each.ndim == 2]
+        elif operation.startswith("ScaledDotProduct") and len(shape) > 2:
+            found.spans.append((shape[0], shape[-2]))
+            found.masks += [each for each in kept if isinstance(each, Tensor)]
+            found.is_masked |= bool(kept) or getattr(node, "_saved_is_causal", True)
+        elif operation in ("Softmax", "SafeSoftmax") and len(shape) > 2:
+            (scores,) = inputs
+            while operation_of(scores) in _MOVES | {"Div", "Mul"} and len(inputs_of(scores)) == 1:
+                (scores,) = inputs_of(scores)
+            found.spans.append((shape[0], shape[-2]))
+            found.is_masked |= operation_of(scores) not in _PRODUCTS
+        elif len(shape) == 3 and operation in ("MkldnnRnnLayer", "CudnnRnn"):
+            is_first = operation == "CudnnRnn" and getattr(node, "_saved_batch_first", False)  # the other one is moved behind it
+            found.spans.append((shape[0], shape[1]) if is_first else (shape[1], shape[0]))
+        elif len(shape) == 3 and operation == "Stack" and len(inputs) == shape[0] and _shape_of(inputs[0]) == shape[1:]:
+            found.spans.append((shape[1], shape[0]))
+    return found
+
+
+def _shape_of(node: Node) -> tuple[int, ...]:
+    """Of its first output; of 0 dimensions where torch does not tell, before 2.1."""
+    known = getattr(node, "_input_metadata", None)
+    return tuple(known[0].shape) if known else ()
 
 
 def inputs_of(node: Node) -> list[Node]:

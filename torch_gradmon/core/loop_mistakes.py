@@ -137,8 +137,19 @@ softmax-before-loss: error, weight 125, from 2
     the loss cannot reach zero
     -> Return the output of the last linear layer, without softmax or sigmoid, and apply these for predictions only
 log-softmax-missing: error, weight 125, from 2
-    nll_loss takes logarithms of probabilities, and gets other numbers: the loss is below 0, and falls without bound
-    -> Use cross_entropy, or return log_softmax of the last linear layer
+    nll_loss and kl_div take logarithms of probabilities, and get other numbers: the loss is below 0
+    -> Use log_softmax of the last linear layer, or cross_entropy in place of nll_loss
+rows-paired: error, weight 122, from 2
+    The loss sets each row of the output beside the target or the weight of every row, as [N, 1] and [N] make [N, N] of each other, so the
+    best answer is the same for all
+    -> Bring both to one shape, output.squeeze(1) beside targets [N], or targets.unsqueeze(1) beside an output of [N, 1]
+classes-mixed: error, weight 123, from 2
+    The loss views an output [N, classes, ...] as [rows, classes], so each row has scores of other classes and other places
+    -> Give cross_entropy the output as it is, with targets [N, ...], or move the classes last, output.movedim(1, -1), before
+    reshape(-1, classes)
+batch-as-sequence: error, weight 124, from 2
+    A recurrent layer or attention takes the examples of the batch for the places of a sequence, so each answer depends on the others
+    -> Pass batch_first=True to a layer of torch that gets [N, T, features], or transpose(0, 1) what it gets
 relu-before-loss: warning, weight 106, from 2
     The output has gone through a ReLU, but the loss takes logits, and cannot rule a class out, or has targets below 0: many outputs
     are exactly 0 and get no gradient
@@ -160,8 +171,12 @@ non-finite-input: error, weight 120, from 1, silent
     -> Look for it in the data with torch.isfinite, in the file and after each transform, and drop or fill these examples;
     on_spike='skip' leaves out the steps that get one
 attention-mask: warning, weight 121, from 2, silent
-    The attention_mask hides all of the text: it is 0 everywhere, or 1 for the padding alone
-    -> Pass 1 for what is to be attended to and 0 for padding, as the tokenizer returns it
+    The mask of attention hides all of the text: it is 0 everywhere, or lets only the padding through
+    -> Pass 1 for what is to be attended to and 0 for padding, as the tokenizer returns it; key_padding_mask of torch's layers is True
+    for what is left out, so ids == padding
+causal-mask-missing: error, weight 121, from 2
+    Each target is the next token of the input, and attention sees it: the model learns to copy, and cannot generate
+    -> Mask what comes later, is_causal=True in scaled_dot_product_attention, or an attn_mask that hides what lies above the diagonal
 labels-ignored: error, weight 121, from 2, silent
     All labels are -100, which the loss leaves out, so it is NaN or 0 and nothing is learnt
     -> Look at what makes the labels: a text that is cut before its answer, a template that is not found, a mask that is inverted
@@ -174,7 +189,7 @@ labels-shifted-twice: warning, weight 121, from 2, silent
     -> Pass labels that are input_ids, with -100 where there is no loss: the model compares each output with the token that follows
 labels-not-shifted: warning, weight 121, from 2, silent
     The loss compares the output of each token with that token, which the model sees, and not with the next one, so it learns to copy
-    -> Compare logits[:, :-1] with labels[:, 1:], as the model does itself if it gets labels=
+    -> Compare logits[:, :-1] with labels[:, 1:], as the model does itself if it gets labels=; a decoder gets labels moved by one
 repeated-batch: info, weight 99, from 1, silent
     The model gets the same batch again and again
     -> Take the next batch in each step, for x, y in loader; next(iter(loader)) begins anew each time, as does a seed that is set in

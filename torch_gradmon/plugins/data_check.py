@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..capture.hooks import Handles, Hook, ModuleHook, takes_hooks, tensors_of
-from ..capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes_of
+from ..capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes_of, sources_of
 from ..core.keys import SUMMARY, Key
 from ..core.records import EXPECTATION, NON_FINITE_INPUT, StepRecord, loss_in
 from ..core.torch_modes import outside_dispatch_modes, will_run
@@ -23,15 +23,17 @@ from ..step.model_index import parameters_of
 from .output_gradient import (
     Origin,
     Targets,
+    Tokens,
     facts_of,
     is_linear,
     judge,
     origin_of,
     output_of,
     recognised,
+    runs_over_batch,
     sample_of,
-    share_of_own,
     shares_of,
+    shares_of_next,
     tokens_of,
 )
 from .setup_check import MadeInForward, has_modes
@@ -431,8 +433,12 @@ class _Part:
 # --- The check of the data: looks at the first batches, and at what comes back to the model's output ---
 
 
+#: Whose modules have a forward that only says that there is none.
+_TRAINERS = ("lightning.", "pytorch_lightning.")
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
 STEPS, SPAN = 48, 200
+#: How many of the first outputs have their graph walked; two that agree are a finding.
+_GRAPHS = 4
 #: The most outputs of a step with a copy that waits for their gradient.
 _WAITING = 4
 _HEADS = frozenset((0, 1, 2, 3, 5, 8, 11, 14, 18, 22, 26, 31, 36, 41, 46))
@@ -444,7 +450,6 @@ class _Look:
     def __init__(self, step: int, has_head: bool) -> None:
         self.step, self.has_head = step, has_head
         self.calls: dict[int, _Calls] = {}  # by the module's identity
-        self.tokens: Tensor | None = None  # that the first forward of a language model got
         # the calls and what the output was made by, from which the first gradient came back that is in the sum of the step
         self.source: _Calls | None = None
         self.output = Origin()
@@ -523,7 +528,7 @@ class DataCheck(Check):
     @property
     def chance(self) -> dict[str, float]:
         """See :attr:`Targets.chance`; with the first loss that went backward, and its step, which a logged one has to agree with."""
-        return {**self._targets.chance, **self._first_loss} if self._targets.chance else {}
+        return {**self._targets.chance, **self._first_loss}
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin to look, unless a compiler would have to trace the hooks."""
@@ -602,7 +607,6 @@ class DataCheck(Check):
             self._new_layers.begin(module)
             if (shares := shares_of(module, kwargs)) is not None:
                 self._look.found["arguments"] = shares
-            self._look.tokens = tokens_of(module, args, kwargs)
 
     def _passes_through(self, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         tensors = batch_tensors(args, kwargs)
@@ -646,14 +650,20 @@ class DataCheck(Check):
         calls = look.of(module)
         sample = sample_of(output) if look.takes_sample(calls) else None
         origin = Origin() if sample is None else origin_of(output)
-        tokens, look.tokens = look.tokens, None
+        tokens = None
+        if self._looked < _GRAPHS:
+            sources = sources_of(output)
+            self.tallies.check("batch-as-sequence", runs_over_batch(sources, output))
+            tokens, share = tokens_of(sources, module, output)
+            if share is not None:
+                look.found["attended"] = share
         output.register_hook(Hook(self.context.call, self._output_gradient, look, calls, origin, sample, tokens))  # type: ignore[no-untyped-call]
 
     def _output_gradient(
-        self, look: _Look, calls: _Calls, output: Origin, sample: Tensor | None, tokens: Tensor | None, gradient: Tensor
+        self, look: _Look, calls: _Calls, output: Origin, sample: Tensor | None, tokens: Tokens | None, gradient: Tensor
     ) -> None:
-        if tokens is not None and type(gradient) is Tensor and (share := share_of_own(tokens, gradient)) is not None:
-            look.found["own"] = share
+        if tokens is not None and type(gradient) is Tensor and (shares := shares_of_next(tokens, gradient)) is not None:
+            look.found["own"] = shares
         if is_summed := calls.accumulates():
             look.check_cleared(calls)
             if calls.began():
@@ -692,8 +702,8 @@ class DataCheck(Check):
             self._players.add(found[ANSWERS].tolist(), found[MAKES].tolist(), record.step)
         if seen is None:
             return
-        rows, facts, loss, arguments, own = map(found.get, ("rows", "head", "loss", "arguments", "own"))
-        for shares in (arguments, own):
+        rows, facts, loss, *tokens = map(found.get, ("rows", "head", "loss", "arguments", "own", "attended"))
+        for shares in tokens:
             if shares is not None:
                 judge(shares.tolist(), self.tallies)
         for module, part in self._parts.items():
@@ -718,8 +728,9 @@ class DataCheck(Check):
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether it can be called itself; a ``ModuleDict`` of parts cannot."""
-    return getattr(type(module), "forward", None) is not nn.Module.forward  # modules of TorchScript have none
+    """Whether it can be called itself; a ``ModuleDict`` of parts cannot, nor a module of Lightning that leaves it to its training step."""
+    forward = getattr(type(module), "forward", None)  # modules of TorchScript have none
+    return forward is not nn.Module.forward and not getattr(forward, "__module__", "").startswith(_TRAINERS)
 
 
 def _called_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

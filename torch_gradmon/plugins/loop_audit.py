@@ -17,7 +17,7 @@ from ..core.torch_modes import has_group
 from ..step.model_index import PLAIN_GRADIENTS, ModelIndex, Place, parameters_of
 from ..step.planner import Planner
 from ..step.ranks import is_dtensor, local_part
-from .loop_checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients
+from .loop_checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients, calls_closure_once
 from .setup_check import writes_to
 from .tallies import Check, Tallies
 
@@ -429,7 +429,8 @@ class LoopAudit(Check):
         if probed is None or ownership is None:
             return
         self._steps += 1
-        if not self._rest.is_on:
+        probed.is_late = has_closure and calls_closure_once(optimizer)
+        if not (self._rest.is_on or probed.is_late):
             self._step_began(probed, optimizer, has_closure)
         is_due = self._steps >= ownership.next_step or ownership.version != self._planner.version
         if is_due and ownership.step_began(self._steps):
@@ -468,6 +469,8 @@ class LoopAudit(Check):
             return
         if ownership.is_comparing:
             ownership.step_ended()
+        if probed.is_late and not self._rest.is_on:
+            self._step_began(probed, optimizer, has_closure=False)
         if not probed.has_stepped:
             self.tallies.retract("optimizer-never-steps", probed.key)  # it only began late
         # With several optimizers the gradients of one are evidence about the others. In a loop without visible forwards only the

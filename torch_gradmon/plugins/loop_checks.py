@@ -19,10 +19,12 @@ from ..capture.loss_graph import (
     is_made_by,
     is_move,
     losses_going_backward,
+    mixes_classes,
     nodes_of,
     nodes_to,
     notes_of,
     operation_of,
+    pairs_rows,
     reaches_input,
 )
 from ..step.model_index import FsdpParameterRef, ModelIndex, Place, parameters_of
@@ -323,12 +325,23 @@ class LossChecks:
             is_squashed = any(is_made_by(each, _SQUASHES) for each in _taken_by(_TAKE_LOGITS, losses))
             self._tallies.check("softmax-before-loss", is_squashed, self._key)
             is_raw = not all(is_made_by(each, _GIVE_LOGARITHMS) for each in _taken_by(_TAKE_LOGARITHMS, losses))
+            is_raw |= any(is_made_by(each, _SQUASHES) for each in _divergences(losses))
             is_below = is_raw and any(bool(loss < 0) for loss in losses)
             self._tallies.check("log-softmax-missing", is_below, self._key)
+            self._tallies.check("rows-paired", pairs_rows(losses), self._key)
+            self._tallies.check("classes-mixed", mixes_classes(losses), self._key)
 
 
 def _taken_by(operations: Container[str], losses: Sequence[Tensor]) -> Iterator[Node | None]:
     return (node.next_functions[0][0] for node in nodes_of(losses, OUTPUT) if operation_of(node) in operations)
+
+
+def _divergences(losses: Sequence[Tensor]) -> Iterator[Node]:
+    """What kl_div takes for logarithms: it subtracts its product with the targets from a constant."""
+    for node in nodes_of(losses, OUTPUT):
+        product = inputs_of(node)[:1] if operation_of(node) == "Sub" and node.next_functions[0][0] is None else []
+        if product and operation_of(product[0]) == "Mul":
+            yield from inputs_of(product[0])[:1]
 
 
 def _terms(loss: Tensor) -> list[Node]:
@@ -492,6 +505,11 @@ _ELSEWHERE = 10
 _CLIPS = 4
 
 
+def calls_closure_once(optimizer: Optimizer) -> bool:
+    """Whether it does so before all else, and leaves the gradients as they are: all of torch but LBFGS."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
 class ProbedOptimizer:
     """The audit's state of one optimizer, and the findings about each of its steps, from what its probe has observed. ``is_alone``: no
     other one is attached, so that no parameter has to show which one a finding is about.
@@ -506,7 +524,8 @@ class ProbedOptimizer:
         self.unattached = UnattachedUpdates()
         self.stepped_in = -1  # the backward pass within which it has stepped last
         self.has_stepped = False  # or a scaler has kept it from that
-        self.is_unknown = False  # whether it steps with a closure, or outside training
+        self.is_unknown = False  # it steps outside training, or calls a closure as it likes
+        self.is_late = False  # its step calls a closure first, as those of Lightning do, and is judged when it has ended
         self._absent = self.silent = 0  # steps without a gradient, and backward passes without the probe
         self._had_gradients = False
         self._before: Tensor | None = None  # the gradient of the last step
@@ -546,7 +565,7 @@ class ProbedOptimizer:
     def names(self, inventory: ModelIndex) -> tuple[str, ...]:
         """Its parameters; the module that has them all, if they have one that is not the whole model."""
         found = [name for name, parameter, _ in inventory.there() if id(parameter) in self.owned]
-        common = ".".join(os.path.commonprefix([name.split(".")[:-1] for name in found]))
+        common = ".".join(os.path.commonprefix([name.split(".")[:-1] for name in found]))  # noqa: RUF071 (of lists of parts)
         return (common,) if common else tuple(found)
 
     def is_stale(self, in_step: bool) -> bool:
@@ -642,6 +661,7 @@ class ProbedOptimizer:
             self._is_called()
             self._futile = 0
             return True
+        forwards += self.is_late  # a closure calls the model, or a part of it
         if forwards or probe.has_fired:
             self._is_called()
         if self._is_alone and type(optimizer).__module__.startswith("torch.optim."):

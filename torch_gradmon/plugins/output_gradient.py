@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..capture.loss_graph import OUTPUT, is_made_by, is_move, nodes_of, notes_of, operation_of
+from ..capture.loss_graph import OUTPUT, Sources, is_made_by, is_move, nodes_of, notes_of, operation_of
 from .tallies import Tallies
 
 #: Rows and classes that are looked at; of more rows, some are, and outputs of more classes altogether.
@@ -276,7 +276,11 @@ _RULES = (
     ("loss-on-padding", 1.0, "share of the padding with a label"),
     ("labels-shifted-twice", 1.0, "share of labels that are the next token"),
 )
-_OF_OUTPUT = ("labels-not-shifted", 1.0, "share of targets that are the token itself")
+_OF_OUTPUT = (
+    ("labels-not-shifted", 1.0, "share of targets that are the token itself"),
+    ("causal-mask-missing", 1.0, "share of targets that are the next token, which attention sees"),
+)
+_OF_ATTENTION = _RULES[:1]
 
 
 @torch.no_grad()
@@ -308,34 +312,69 @@ def shares_of(module: nn.Module, kwargs: Mapping[str, object]) -> Tensor | None:
     return torch.stack(found)
 
 
-def tokens_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor | None:
-    """The tokens that a language model of Transformers gets, if it gets no labels and so takes no loss itself."""
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or kwargs.get("labels") is not None:
-        return None
+class Tokens(NamedTuple):
+    ids: Tensor  # [N, T]
+    is_shifted: bool  # the output of each is to be the next one
+    is_seen: bool  # attention without a mask leads from all of them to the output
+
+
+def runs_over_batch(found: Sources, output: Tensor) -> bool:
+    """Whether a recurrent layer or attention before an output ``[N]`` or ``[N, classes]`` takes its N rows for places of a sequence."""
+    rows = len(output)
+    return output.ndim <= 2 and any(length == rows and batch > 1 and batch % rows for batch, length in found.spans)
+
+
+def tokens_of(found: Sources, module: nn.Module, output: Tensor) -> tuple[Tokens | None, Tensor | None]:
+    """The tokens that are embedded, those of a decoder if there is an encoder as well; and what attention may see of them, as
+    :func:`share_of_text` says.
+    """
+    tokens = [each for each in found.tokens if each.device.type not in ("meta", "mps") and len(each) == len(output)]
+    shares = [share for mask in found.masks[:1] for ids in tokens if (share := share_of_text(mask, ids)) is not None]
+    share = shares[0] if shares else None
+    if not tokens:
+        return None, share
     model = next(_from_transformers(module), None)
-    return ids if model is not None and _predicts_next(model) and not _has_encoder(model) else None
+    is_shifted = model is not None and _predicts_next(model) and not _has_encoder(model)
+    is_shifted |= any(each.data_ptr() != tokens[0].data_ptr() for each in tokens)
+    is_seen = not found.is_masked and tokens[0].shape[1] in [length for _, length in found.spans]
+    return Tokens(tokens[0], is_shifted, is_seen), share
 
 
 @torch.no_grad()
-def share_of_own(ids: Tensor, gradient: Tensor) -> Tensor | None:
-    """The share of targets that are the token in their own place instead of the next one, float64 ``[1]``; NaN where that is not known.
+def share_of_text(mask: Tensor, ids: Tensor) -> Tensor | None:
+    """0 where a mask lets attention see nothing but one token, the padding, and hides several others; else 1; float64 ``[1]``."""
+    if mask.ndim != 4 or (len(mask), mask.shape[-1]) != ids.shape or mask.device != ids.device:
+        return None
+    sees = (mask if mask.dtype == torch.bool else mask > -math.inf)[:, 0].any(1)
+    of_one = [
+        ids.masked_fill(~chosen, ids.max()).amin() == ids.masked_fill(~chosen, ids.min()).amax() for chosen in (sees, ~sees)
+    ]
+    return 1 - (of_one[0] & ~of_one[1]).double().view(1)
 
-    The gradient of cross-entropy, ``[N, T, classes]``, is negative for the target alone. ``ids``: ``[N, T]``.
+
+@torch.no_grad()
+def shares_of_next(tokens: Tokens, gradient: Tensor) -> Tensor | None:
+    """The shares of targets that are the token in their own place, where it should be the next one, and that are a next one that the model
+    sees: float64 ``[2]``; NaN where that is not known.
+
+    The gradient of cross-entropy, ``[N, T, classes]``, is negative for the target alone.
     """
-    fits = gradient.ndim == 3 and gradient.shape[:2] == ids.shape and gradient.device == ids.device
-    if not fits or ids.device.type in ("meta", "mps"):
+    ids = tokens.ids
+    if gradient.ndim != 3 or gradient.shape[:2] != ids.shape or gradient.device != ids.device:
         return None
     g, classes = looked_at(rows_of(gradient)), gradient.shape[2]
-    own, following = (looked_at(each.reshape(-1, 1), classes)[:, 0] for each in (ids, torch.cat([ids[:, 1:], ids[:, -1:]], 1)))
-    tells = (g < 0).sum(1) == 1
-    is_own = (g.argmin(1) == own) & tells
-    is_known = (tells.sum() >= _FEWEST) & (is_own & (own != following)).any()
-    return _share(is_own, tells).where(is_known, math.nan).view(1)
+    nothing = torch.full_like(ids[:, :1], -1)
+    own, following = (looked_at(each.reshape(-1, 1), classes)[:, 0] for each in (ids, torch.cat([ids[:, 1:], nothing], 1)))
+    tells, target, shares = (g < 0).sum(1) == 1, g.argmin(1), []
+    for token, other, matters in ((own, following, tokens.is_shifted), (following, own, tokens.is_seen)):
+        is_it, there = (target == token) & tells, tells & (token >= 0)
+        is_known = (there.sum() >= _FEWEST) & (is_it & (token != other)).any() & matters
+        shares.append(_share(is_it, there).where(is_known, math.nan))
+    return torch.stack(shares)
 
 
 def judge(shares: list[float], tallies: Tallies) -> None:
-    rules = (_OF_OUTPUT,) if len(shares) == 1 else _RULES
+    rules = {1: _OF_ATTENTION, 2: _OF_OUTPUT}.get(len(shares), _RULES)
     for (rule, fault, words), share in zip(rules, shares, strict=True):
         if not math.isnan(share):
             tallies.check(rule, share == fault, evidence={words: share})

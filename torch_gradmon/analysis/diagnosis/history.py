@@ -184,6 +184,8 @@ MOST = 400
 _AGREES = 0.4
 #: Where plugins keep what they found in the facts about a run.
 _FINDINGS = ("audit", "replicas", "setup", "data", "foresight")
+#: The relative difference of two numbers that are one, but for rounding.
+_SAME = 1e-6
 #: The noise of a loss that rests, relative to it.
 _QUIET = 0.01
 #: In words, with the values of which rules take those of the beginning.
@@ -292,7 +294,13 @@ class History:
 
     @cached_property
     def _loss_key(self) -> Key | None:
-        return loss_among({key for record in self.records for key in record.values})
+        """By its name; else, of a single optimizer, the logged value that is the loss that went backward."""
+        named = loss_among({key for record in self.records for key in record.values})
+        known, step = self.known_chance.get("went backward", math.nan), self.known_chance.get("step")
+        if named is not None or len({group.get("number") for group in self.groups}) > 1:
+            return named
+        values = next((record.values for record in self.records if record.step == step), {})
+        return next((key for key, value in values.items() if not key.source and math.isclose(value, known, rel_tol=_SAME)), None)
 
     @property
     def the_loss(self) -> str:

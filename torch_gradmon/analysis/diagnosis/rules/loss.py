@@ -53,7 +53,7 @@ _WARMS_UP = (
 
 def check_learning_rate(history: History) -> list[Finding]:
     """The whole model first; a part is named if the rest is fine."""
-    by_itself, ratios = _leapt(history) or _ran_out(history), history.ratio(n.UPDATE, n.PARAMETER)
+    by_itself, ratios = _leapt(history) or _crawls(history) or _ran_out(history), history.ratio(n.UPDATE, n.PARAMETER)
     if not ratios:
         if by_itself:
             return by_itself
@@ -130,6 +130,24 @@ def _ran_out(history: History) -> list[Finding]:
     )
     advice = "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher."
     return history.finding("learning-rate-low", "", evidence, cause, advice, 60.0, "warning", (since, loss.steps[-1]))
+
+
+def _crawls(history: History) -> list[Finding]:
+    """A warm-up that was made for steps, and is stepped once per epoch: it rises by stairs, and ends far below the rate that was set."""
+    meant = max((float(group["settings"].get("initial_lr") or 0.0) for group in history.groups), default=0.0)
+    stairs = [0, *(place for place, (before, after) in enumerate(pairwise(history.rates), 1) if before != after)]
+    rates = [history.rates[place] for place in stairs]
+    width = min((after - before for before, after in pairwise(stairs)), default=0)
+    if len(stairs) < 3 or width < _WINDOW or rates != sorted(rates) or not rates[-1] < _LITTLE * meant:
+        return []
+    evidence = {
+        "learning rate that was set": meant,
+        "learning rate at the end": rates[-1],
+        "steps between two rises": float(width),
+    }
+    cause = "The warm-up rises once in many steps, as if its steps were epochs, so the learning rate stays far below the one that was set."
+    advice = 'Call scheduler.step() after each optimizer.step(); in Lightning, return the scheduler with "interval": "step".'
+    return history.finding("learning-rate-low", "", evidence, cause, advice, 70.0, "warning")
 
 
 def _below(history: History, share: float, least: float) -> int | None:
@@ -371,6 +389,10 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
     mistake = _KNOWN[fact.rule]
     severity: Severity = history.concern if mistake.matters_if_stuck else mistake.severity
     cause, advice = mistake.cause, history.advice.remedies.get(fact.rule, mistake.advice)
+    if "temperature between output and loss" in fact.evidence:
+        advice = "Divide the logits by a temperature of 0.01 to 1 once, and do not multiply by it"
+    elif "times the gradient of the mean" in fact.evidence and fact.rule not in history.advice.remedies:
+        advice = "Use reduction='mean', and divide it by nothing but the number of micro-batches"
     if fact.rule == "not-in-optimizer" and fact.evidence.get("old parameters in the optimizer"):
         severity = "error"  # certain: these parameters are no longer part of the model
         cause = f"{cause}; it has others, which are no part of the model any more"

@@ -157,6 +157,8 @@ _DAMPED = 10.0
 _CHOSEN = 1e-5
 #: The decay over the gradient of most matrices, and over one step: weights that lose half a percent in each are forgotten in 200.
 _DECAY, _FORGET = 3.0, 5e-3
+#: The norm at the end over that at the beginning of weights that have decayed away.
+_GONE = 0.01
 #: A decoupled decay up to this is in use.
 _USUAL = 0.5
 #: Optimizers whose weight decay is not part of the gradient.
@@ -268,7 +270,7 @@ def _epsilon(history: History) -> list[Finding]:
 def _decay(history: History) -> list[Finding]:
     settings = _settings(history, "weight_decay")
     weights, gradients = history.matrix(n.PARAMETER, "norm"), history.used_gradients("norm")
-    early, pull = weights.part(0, 0.1).medians(), gradients.part(0, 0.1).medians()
+    early, pull, last = weights.part(0, 0.1).medians(), gradients.part(0, 0.1).medians(), weights.part(0.9, 1).medians()
     shares, names, forgets = dict[str, float](), list[str](), False
     for name in history.matrices:
         group, decay = settings.get(name, ({}, 0.0))
@@ -279,12 +281,11 @@ def _decay(history: History) -> list[Finding]:
         is_decoupled = group["optimizer"] in _DECOUPLED or bool(group["settings"].get("decoupled_weight_decay"))
         # with a usual decay it is the rate that is too high
         is_strong = per_step > _FORGET and decay > _USUAL if is_decoupled else shares[name] > _DECAY
-        if is_strong:
+        if is_strong or last.get(name, math.inf) < _GONE * early[name]:
             names.append(name)
         forgets |= is_decoupled and per_step > 2 * _FORGET
     if not names or 2 * len(names) <= len(shares):
         return []
-    last = weights.part(0.9, 1).medians()
     shrinks = sum(last.get(name, 0.0) < 0.5 * early[name] for name in names) * 2 > len(names)
     end = last.get(names[0], math.nan) / early[names[0]]
     evidence = {
