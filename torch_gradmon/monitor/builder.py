@@ -70,10 +70,8 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     publisher = Publisher(KeyFormatter(options.key_order, options.prefix), complaints, muted)
     state = StepState()
     policy, on_spike = policy_of(options.on_spike), options.on_spike
-    if isinstance(
-        policy, Rollback
-    ):  # schedulers hold the optimizer, which holds the model, and the pipeline lives longer than these
-        on_spike = policy.without_others()
+    if isinstance(policy, Rollback):
+        on_spike = policy.without_others()  # schedulers hold the optimizer, which holds the model, and the pipeline lives longer
     pipeline = RecordPipeline(state, factory, detectors, history, directory, publisher, plugins, on_spike, exchange, fence, muted)
     values = ValueLog(state, fence, pipeline, exchange)
     publisher.of_trainer = values.of_trainer
