@@ -47,7 +47,7 @@ UNFINISHED = "the last backward pass was interrupted, as by an exception, so gra
 _IN_BACKWARD = (
     "an optimizer stepped within the backward pass before this was known of the loop; they are measured from the next step on"
 )
-_LOST = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
+_LOST = "the attached optimizers are gone, and no step can end any more; call monitor.detach(), then monitor.attach() with the new ones"
 _UNUSED = "its optimizer did not step in this step; its gradient counts in the step that uses it"
 #: Warnings of the order of optimizers, in the places of which their own names come.
 _ORDER = {
