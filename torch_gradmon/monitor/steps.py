@@ -196,6 +196,7 @@ class CostNotice:
         self.due += BETWEEN
         if self.monitored == WARM_UP:
             self._began, self._spent = perf_counter(), self._fence.spent()
+            return
         own, elapsed, steps = self._fence.spent() - self._spent, perf_counter() - self._began, self.monitored - WARM_UP
         if own > PATIENCE:
             self.due = 0
