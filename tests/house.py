@@ -26,7 +26,7 @@ Targets = dict[str, tuple[float, float | None]]
 #: None when the target is met. First what the source says:
 SOURCE: Targets = {
     "entries at the top of the package": (15, 17),
-    "lines of Python": (40_000, 48_410),
+    "lines of Python": (40_000, 48_408),
     "files": (165, None),
     "largest file": (1_300, None),
     "functions over 60 lines": (0, None),

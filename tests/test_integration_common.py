@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.integrations.common import AdapterMonitor, SchedulerRollback
 from torch_gradmon.spikes import MeanStd
 
@@ -122,6 +124,35 @@ def test_a_state_goes_on_where_it_was_taken_and_one_that_does_not_fit_is_left_wi
         monitor = changed.begin(model, [optimizer], start_step=4, state=state)
     _step(model, optimizer)
     assert monitor.current_step == 4
+
+
+def test_a_run_of_an_adapter_has_all_that_a_run_of_watch_has(tmp_path: Path) -> None:
+    runs = []
+    for kind in ("watch", "adapter"):
+        model = nn.Linear(3, 2)
+        optimizer, path = _optimizer(model), tmp_path / kind
+        if kind == "watch":
+            monitor = gradmon.watch(model, optimizer, run_dir=path)
+        else:
+            adapter = _watching(run_dir=path)
+            adapter.begin(model, [optimizer])
+            monitor = adapter.monitor
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3) + step).sum().backward()
+            optimizer.step()
+        last = monitor._runtime.pipeline.last
+        has_states = last is not None and bool(last.rng)
+        monitor.detach()
+        with contextlib.closing(read_run(path)) as reader:
+            columns = {
+                source: (~stack.rows.isnan()).any(0).any(0).tolist()
+                for source in reader.sources
+                for stack in reader.stacks(source)
+            }
+            runs.append((has_states, reader.meta["tune"]["listens"], columns, reader.scalars))
+    assert runs[0] == runs[1]
+    assert runs[0][0]
 
 
 def test_an_optimizer_of_another_model_is_refused_before_a_run_directory_is_made(tmp_path: Path) -> None:

@@ -55,10 +55,9 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     meta = {"torch": torch.__version__, "eps": options.zero_threshold, "every": options.interval}
     directory = RunDirectory(run_dir, meta, complaints, muted, tells=options.on_spike is not None)
     fence = Fence(complaints, inert)
-    layers, is_stored = LayerSelection(options.layers), directory.path is not None
-    summary = Summary(SummaryChoice(all_columns=is_stored, of_layers=layers.needs))
+    layers = LayerSelection(options.layers)
+    summary = Summary(SummaryChoice(of_layers=layers.needs))
     factory = RecordFactory(planner.registry, layers, summary, directory.annotate)
-    factory.is_stored = is_stored
     detectors = DetectorSet(summary, complaints)
     statistics = Statistics(complaints, float(options.zero_threshold), False if inert else kernel_choice())
     sampled = options.max_update_rows or compiled("update_regex", options.update_regex)  # one of the two at most
@@ -79,8 +78,7 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     runtime = Runtime(StepLifecycle(state, planner, captures, exchange, cadence, pipeline, values, fence))
     for plugin in plugins:
         plugin.context = PluginContext(runtime.lifecycle, plugin)
-    if directory.path is not None:
-        built_in.detail.listen(directory.path)
+    runtime.run_began()
     runtime.named_scaler, runtime.compared = options.scaler, (options.checked.replicas_every, options.ranks)
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
     end = weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)

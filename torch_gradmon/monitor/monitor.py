@@ -200,6 +200,7 @@ class ModuleMonitor:
         sinks = self._sinks_of(log_to, ranks)
         if (place := run_dir_of(run_dir, self._log_on_all_ranks, ranks)) is not None and not runtime.fence.inert:
             runtime.pipeline.directory.keep_in(place)
+            runtime.run_began()
         for target, made in sinks:
             self._add_sinks(target, made)
 

@@ -767,6 +767,12 @@ class Runtime:
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
+    def run_began(self) -> None:
+        """A run directory is there, if any: it gets more statistics, and other processes may ask for details."""
+        if (path := self.pipeline.directory.path) is not None:
+            self.factory.summary.choice.store_all_columns()
+            self.built_in.detail.listen(path)
+
     def attach(
         self,
         optimizers: Sequence[Any],

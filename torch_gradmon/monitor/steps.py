@@ -512,7 +512,7 @@ class StepLifecycle:
         if active is not None and self._aside:
             self._aside[-1][1].update(self.values.take_late_tags())
             self.values.buffer = active.buffer
-            if active.buffer is not None and active.is_monitored and self.factory.is_stored:
+            if active.buffer is not None and active.is_monitored and self.pipeline.directory.path is not None:
                 active.buffer.rng = rng_states()
 
     def rejoin(self, parts: int) -> None:
@@ -579,7 +579,7 @@ class StepLifecycle:
             self.exchange.ranks_take_part(active.number)
         active.plans, active.due = planner.plans(active.number, self.factory.summary, gradients_only=not is_monitored)
         active.buffer = buffer = StepBuffer(active.number, self.fence.complaints)
-        if is_monitored and self.factory.is_stored:
+        if is_monitored and self.pipeline.directory.path is not None:
             buffer.rng = rng_states()
         if index.homes:
             captures.measurer.ranks.count_at(index.homes)

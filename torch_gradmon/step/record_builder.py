@@ -339,12 +339,9 @@ class RecordFactory:
     Attributes:
         layers: which per-layer values are shown.
         summary: the whole-model values.
-        is_stored: records have the states of random generators, for a run directory.
         model: facts about the model of the last record, which ``annotate`` puts in the run directory; see
             :attr:`torch_gradmon.step.model_index.ModelIndex.facts`.
     """
-
-    is_stored = False
 
     def __init__(
         self, registry: Registry, layers: LayerSelection, summary: Summary, annotate: Callable[..., object] = dict

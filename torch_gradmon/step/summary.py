@@ -328,18 +328,14 @@ class StepFacts(NamedTuple):
 
 
 class SummaryChoice:
-    """The whole-model values of one monitor: those of a preset, others that were added, and those that detectors need. ``all_columns``:
-    measure every statistic of the gradients, and of the rest on every tenth step, for a run directory.
-    """
+    """The whole-model values of one monitor: those of a preset, others that were added, and those that detectors need."""
 
-    def __init__(
-        self, keys: Iterable[str] = (), all_columns: bool = False, of_layers: Mapping[str, frozenset[Column]] | None = None
-    ) -> None:
+    def __init__(self, keys: Iterable[str] = (), of_layers: Mapping[str, frozenset[Column]] | None = None) -> None:
         self._keys = tuple(keys)
         self._instead: tuple[str, ...] | None = None
         self._more: tuple[str, ...] = ()
         self._signals: set[str] = set()
-        self._all_columns, self._with_batches = all_columns, False
+        self._all_columns = self._with_batches = False
         self._of_layers = dict(of_layers or {})
         self._changed()
 
@@ -373,6 +369,7 @@ class SummaryChoice:
         self._changed()
 
     def store_all_columns(self) -> None:
+        """Measure every statistic of the gradients, and of the rest on every tenth step."""
         if not self._all_columns:
             self._all_columns = True
             self._changed()
