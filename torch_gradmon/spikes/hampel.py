@@ -241,16 +241,13 @@ class Hampel:
         if is_spike or is_oldest:
             spikes = [spike for _, spike in self._recent].count(True)
             if spikes >= (ACCEPT_IN_THE_END if is_oldest else ACCEPT_AT_ONCE):
-                self._accept()
-
-    def _accept(self) -> None:
-        """Restart the medians from the first of the recent spikes on."""
-        recent = list(self._recent)
-        first = next(index for index, (_, is_spike) in enumerate(recent) if is_spike)
-        for level in self._levels.values():
-            level.load(position for position, _ in recent[first:])
-        self._between.clear()
-        self._recent.clear()
+                # restart the medians from the first of the recent spikes on
+                recent = list(self._recent)
+                first = next(index for index, (_, was_spike) in enumerate(recent) if was_spike)
+                for level in self._levels.values():
+                    level.load(position for position, _ in recent[first:])
+                self._between.clear()
+                self._recent.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
