@@ -236,7 +236,8 @@ def test_what_was_one_tensor_and_is_two_is_put_back_as_two() -> None:
     parameter = model[0].weight
     optimizer.state[parameter] = {"a": torch.ones(3), "b": torch.full((3,), 2.0)}
     snapshots = Snapshots(Rollback(every=1), Ranks(), WarningLog())
-    snapshots.take(0, model, [optimizer])
+    snapshots.due = 0
+    assert snapshots.take_due(model, [optimizer])
     one = torch.zeros(3)
     optimizer.state[parameter] = {"a": one, "b": one}
     snapshots.load(0, model, [optimizer])
@@ -276,7 +277,8 @@ def test_snapshots_share_no_memory_with_the_run() -> None:
     for step in range(2):
         for _ in range(2):
             task.train()
-        snapshots.take(step, task.model, [task.optimizer])
+        snapshots.due = step
+        assert snapshots.take_due(task.model, [task.optimizer])
         contents.append(task.content())
     for _ in range(3):
         task.train()
