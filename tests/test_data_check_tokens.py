@@ -34,9 +34,11 @@ class Attention(nn.Module):
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
         q, k, v = self.maps(x).view(*ids.shape, 3, 2, 8).permute(2, 0, 3, 1, 4)
         if self.kind.startswith("fused"):
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, is_causal="causal" in self.kind, dropout_p=0.1 * ("drop" in self.kind)
-            )
+            square = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool)
+            masks = {"padding": (ids != PAD)[:, None, None], "inverted": square.triu(), "given": square.tril()}
+            mask = next((mask for name, mask in masks.items() if name in self.kind), None)
+            dropout = 0.1 * ("drop" in self.kind)
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal="causal" in self.kind)
         else:
             scores = q @ k.transpose(-1, -2) / math.sqrt(8)
             if "causal" in self.kind:
@@ -78,6 +80,9 @@ def restores(model: nn.Module, step: int) -> Tensor:
         ("fused", predicts_next, True),
         ("fused with dropout", predicts_next, True),
         ("by hand", predicts_next, True),
+        ("fused, padding", predicts_next, True),
+        ("fused, inverted", predicts_next, True),
+        ("fused, given", predicts_next, False),
         ("fused causal", predicts_next, False),
         ("fused causal with dropout", predicts_next, False),
         ("by hand, causal", predicts_next, False),

@@ -141,10 +141,10 @@ class Sources:
     """What an output was made from, as far as autograd keeps it: read as it is, since unpacked, a checkpoint would compute it anew."""
 
     tokens: list[Tensor] = field(default_factory=list)  # ids of embeddings, [N, T], those of the nearest one first
-    masks: list[Tensor] = field(default_factory=list)  # of attention, boolean or added to the scores
+    masks: list[Tensor] = field(default_factory=list)  # of attention: True for what is seen
     # numbers of sequences, or a multiple of it, and of queries of each or of steps of a recurrent layer
     spans: list[tuple[int, int]] = field(default_factory=list)
-    is_masked: bool = False  # some attention may be
+    is_masked: bool = False  # some attention may be, otherwise than by these
 
 
 def sources_of(output: Tensor) -> Sources:
@@ -157,8 +157,9 @@ def sources_of(output: Tensor) -> Sources:
             found.tokens += [each for each in kept if isinstance(each, Tensor) and each.ndim == 2]
         elif operation.startswith("ScaledDotProduct") and len(shape) > 2:
             found.spans.append((shape[0], shape[-2]))
-            found.masks += [each for each in kept if isinstance(each, Tensor)]
-            found.is_masked |= bool(kept) or getattr(node, "_saved_is_causal", True)
+            masks = len(found.masks)
+            found.masks += [each if each.dtype == torch.bool else each > -math.inf for each in kept if isinstance(each, Tensor)]
+            found.is_masked |= len(found.masks) < masks + len(kept) or getattr(node, "_saved_is_causal", True)
         elif operation in ("Softmax", "SafeSoftmax") and len(shape) > 2:
             (scores,) = inputs
             while operation_of(scores) in _MOVES | {"Div", "Mul"} and len(inputs_of(scores)) == 1:

@@ -267,6 +267,8 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
 _IGNORED = -100
 #: The fewest labels that show a shift.
 _FEWEST = 8
+#: The share of places that see the next one, if no mask is causal, but some hide padding.
+_MOST_SEEN = 0.5
 #: The losses that shift labels themselves; the default is the same.
 _SHIFTS = ("ForCausalLM", None)
 #: For each share its rule, the value that is a fault, and its name.
@@ -280,7 +282,6 @@ _OF_OUTPUT = (
     ("labels-not-shifted", 1.0, "share of targets that are the token itself"),
     ("causal-mask-missing", 1.0, "share of targets that are the next token, which attention sees"),
 )
-_OF_ATTENTION = _RULES[:1]
 
 
 @torch.no_grad()
@@ -315,7 +316,7 @@ def shares_of(module: nn.Module, kwargs: Mapping[str, object]) -> Tensor | None:
 class Tokens(NamedTuple):
     ids: Tensor  # [N, T]
     is_shifted: bool  # the output of each is to be the next one
-    is_seen: bool  # attention without a mask leads from all of them to the output
+    is_seen: bool | Tensor  # attention sees the next one of most, which no causal mask allows
 
 
 def runs_over_batch(found: Sources, output: Tensor) -> bool:
@@ -329,14 +330,17 @@ def tokens_of(found: Sources, module: nn.Module, output: Tensor) -> tuple[Tokens
     :func:`share_of_text` says.
     """
     tokens = [each for each in found.tokens if each.device.type not in ("meta", "mps") and len(each) == len(output)]
-    shares = [share for mask in found.masks[:1] for ids in tokens if (share := share_of_text(mask, ids)) is not None]
-    share = shares[0] if shares else None
+    share = next((of for mask in found.masks[:1] for ids in tokens if (of := share_of_text(mask, ids)) is not None), None)
     if not tokens:
         return None, share
     model = next(_from_transformers(module), None)
     is_shifted = model is not None and _predicts_next(model) and not _has_encoder(model)
     is_shifted |= any(each.data_ptr() != tokens[0].data_ptr() for each in tokens)
-    is_seen = not found.is_masked and tokens[0].shape[1] in [length for _, length in found.spans]
+    length = tokens[0].shape[1]
+    is_seen: bool | Tensor = not found.is_masked and length in [each for _, each in found.spans]
+    for mask in found.masks:
+        if mask.shape[-1] == length and mask.shape[-2] in (1, length):  # no cross attention
+            is_seen &= mask.expand(*mask.shape[:-2], length, -1).diagonal(1, -2, -1).double().mean() > _MOST_SEEN
     return Tokens(tokens[0], is_shifted, is_seen), share
 
 
@@ -345,10 +349,8 @@ def share_of_text(mask: Tensor, ids: Tensor) -> Tensor | None:
     """0 where a mask lets attention see nothing but one token, the padding, and hides several others; else 1; float64 ``[1]``."""
     if mask.ndim != 4 or (len(mask), mask.shape[-1]) != ids.shape or mask.device != ids.device:
         return None
-    sees = (mask if mask.dtype == torch.bool else mask > -math.inf)[:, 0].any(1)
-    of_one = [
-        ids.masked_fill(~chosen, ids.max()).amin() == ids.masked_fill(~chosen, ids.min()).amax() for chosen in (sees, ~sees)
-    ]
+    sees, low, high = mask[:, 0].any(1), ids.min(), ids.max()
+    of_one = [ids.masked_fill(~chosen, high).amin() == ids.masked_fill(~chosen, low).amax() for chosen in (sees, ~sees)]
     return 1 - (of_one[0] & ~of_one[1]).double().view(1)
 
 
@@ -374,7 +376,7 @@ def shares_of_next(tokens: Tokens, gradient: Tensor) -> Tensor | None:
 
 
 def judge(shares: list[float], tallies: Tallies) -> None:
-    rules = {1: _OF_ATTENTION, 2: _OF_OUTPUT}.get(len(shares), _RULES)
+    rules = {1: _RULES[:1], 2: _OF_OUTPUT}.get(len(shares), _RULES)
     for (rule, fault, words), share in zip(rules, shares, strict=True):
         if not math.isnan(share):
             tallies.check(rule, share == fault, evidence={words: share})
