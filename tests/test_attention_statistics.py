@@ -253,7 +253,8 @@ def test_nan_and_infinity_are_counted_where_they_are() -> None:
 def test_logits_beyond_float32_count_as_torch_has_them() -> None:
     query, key = torch.randn(1, 2, 4, 8), 1e20 * torch.randn(1, 2, 5, 8)
     query[0, 0] *= 1e20
-    weights = F.scaled_dot_product_attention(query, key, torch.ones(1, 2, 5, 8))
+    # not the fused function, whose kernels differ in this between processors
+    weights = (query @ key.mT / math.sqrt(8)).softmax(-1)
     rows = attention_rows(query, key)
     assert weights.isnan().any(dim=-1).sum(dim=-1).tolist() == [[4, 0]]
     assert [rows[name][:, Column.NONFINITE].tolist() for name in QUANTITIES] == [[4, 0]] * 4

@@ -197,7 +197,7 @@ def test_a_wrapper_that_is_named_earlier_and_steps_last_is_known_as_such() -> No
     monitor.add_gradient_metric("norm")
     monitor.add_update_metric("norm")
     monitor.attach(outer, inner)
-    with pytest.warns(GradmonWarning, match="named earlier steps last"):
+    with pytest.warns(GradmonWarning, match="was named earlier, and steps last"):
         for step in range(4):
             model.zero_grad()
             backward(model, batch(step))

@@ -175,9 +175,9 @@ def sources_of(output: Tensor) -> Sources:
 
 
 def _shape_of(node: Node) -> tuple[int, ...]:
-    """Of its first output; of 0 dimensions where torch does not tell, before 2.1."""
+    """Of its first output; of 0 dimensions where torch does not tell: before 2.1, and of nested tensors."""
     known = getattr(node, "_input_metadata", None)
-    return tuple(known[0].shape) if known else ()
+    return tuple(known[0].shape) if known and not known[0].is_nested_tensor else ()
 
 
 def inputs_of(node: Node) -> list[Node]:

@@ -51,7 +51,7 @@ _LOST = "the attached optimizers are gone, and no step can end any more; call mo
 _UNUSED = "its optimizer did not step in this step; its gradient counts in the step that uses it"
 #: Warnings of the order of optimizers, in the places of which their own names come.
 _ORDER = {
-    "last": "{} named earlier steps last; name optimizers in the order in which they step. From here on it counts so",
+    "last": "{} was named earlier, and steps last; name optimizers in the order in which they step. From here on it counts so",
     "resting": "{}, whose step ends a monitored one, rests while others step; until it steps, {} ends them",
     "late": "{} had gradients and did not step for {steps} steps of another one, which were taken for one step and have one record; if "
     "it begins late, clear its gradients by zero_grad() before its first backward pass",

@@ -730,7 +730,7 @@ class DataCheck(Check):
 def _has_forward(module: nn.Module) -> bool:
     """Whether it can be called itself; a ``ModuleDict`` of parts cannot, nor a module of Lightning that leaves it to its training step."""
     forward = getattr(type(module), "forward", None)  # modules of TorchScript have none
-    return forward is not nn.Module.forward and not getattr(forward, "__module__", "").startswith(_TRAINERS)
+    return forward is not nn.Module.forward and not str(getattr(forward, "__module__", "")).startswith(_TRAINERS)
 
 
 def _called_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
