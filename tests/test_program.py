@@ -152,6 +152,22 @@ def _recomputes(scene: Scene) -> None:
     scene.step()
 
 
+def _calls_the_model_in_a_pass(scene: Scene) -> None:
+    def look(gradient: torch.Tensor) -> None:
+        with torch.enable_grad():
+            scene.model(torch.randn(2, 4)).sum()
+
+    handle = scene.model[0].weight.register_hook(look)
+    scene.usual(2)
+    handle.remove()
+
+
+def _was_seen_in_a_capture(scene: Scene) -> None:
+    """A graph was captured, and what follows may be between its replays."""
+    scene.monitor._runtime.fence.is_captured = True
+    scene.usual(2)
+
+
 def _steps_by_closure(scene: Scene) -> None:
     scene.optimizer.step(scene.closure)
 
