@@ -493,11 +493,13 @@ TEACHER = torch.softmax(torch.randn(24, 3, generator=torch.Generator().manual_se
             False,
         ),
         ("log-softmax-missing", lambda z, y: 1 - (TEACHER * z.softmax(1)).sum(1).mean() - 5, False),  # an overlap
+        ("log-softmax-missing", lambda z, y: (TEACHER - 3 - z.softmax(1) * TEACHER).mean(), False),  # a reward and its baseline
         ("classes-mixed", lambda z, y: F.cross_entropy(z.view(4, 3, 6).reshape(-1, 3), y), False),  # no output of the model
         ("rows-paired", lambda z, y: F.mse_loss(z[:, :1], y.float()), True),
-        ("rows-paired", lambda z, y: (z[:, 0] - y.float()[:, None]).square().mean(), True),
+        ("rows-paired", lambda z, y: F.huber_loss(z[:, 0], y.float()[:, None]), True),
+        ("rows-paired", lambda z, y: (z[:, 0] - y.float()[:, None]).abs().mean(), False),  # as of an energy distance
+        ("rows-paired", lambda z, y: F.softplus(z[:, :1] - z[:, 0].detach()).mean(), False),
         ("rows-paired", lambda z, y: 3 * F.smooth_l1_loss(z[:, :1], y.float()) + 1e-3 * z.square().mean(), True),
-        ("rows-paired", lambda z, y: (F.cross_entropy(z, y, reduction="none") * TEACHER[:, :1]).mean(), True),
         ("rows-paired", lambda z, y: F.mse_loss(z[:, 0], y.float()), False),
         ("rows-paired", lambda z, y: F.mse_loss(z, y[:, None].float().expand(-1, 3)), False),
         ("rows-paired", lambda z, y: (1 - (z[:, :1] - z[:, 1])).relu().mean(), False),  # of all pairs of two outputs

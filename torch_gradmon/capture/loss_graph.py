@@ -27,9 +27,10 @@ _MOVES = frozenset(
         *("Transpose", "Unbind", "UnsafeSplit", "UnsafeView", "Unsqueeze", "View", "_DDPSink"),
     )
 )
-#: Operations that bring numbers to one shape, and products of matrices, which may be scaled.
-_SPREAD = frozenset(("Add", "Div", "Expand", "Mul", "Rsub", "Sub"))
-_PRODUCTS = frozenset(("Bmm", "Mm"))
+#: Changes of shape, losses that bring output and target to one shape, and products of matrices, which may be scaled.
+_VIEWS = frozenset(("ReshapeAlias", "UnsafeView", "View"))
+_ELEMENTWISE = frozenset(("HuberLoss", "MseLoss", "SmoothL1Loss"))
+_PRODUCTS = frozenset(("Bmm",))
 #: The most rows of an embedding that is of kinds of tokens, such as questions and answers, and not of tokens.
 _SEGMENTS = 4
 
@@ -111,28 +112,28 @@ def _walk(losses: Sequence[Tensor], most: int) -> Iterator[tuple[Node, list[Node
 
 
 def pairs_rows(losses: Sequence[Tensor]) -> bool:
-    """Whether an operation on the way to a loss sets each of N rows beside each of N constants, ``[N, 1]`` beside ``[N]``, and all the
-    ``[N, N]`` results go into it alike. Of two that have a gradient, as in a loss of pairs, that may be meant.
+    """Whether an elementwise loss has broadcast N outputs, ``[N, 1]`` beside constants ``[N]``, to ``[N, N]``. Differences of all pairs
+    that are written out may be meant.
     """
     for node, inputs in _walk(losses, _NODES):
-        rows, *others = _shape_of(node) or (1,)
-        if others == [rows] and rows > 2 and operation_of(node) in _SPREAD:
-            if len(inputs) == 1 and math.prod(_shape_of(inputs[0])) == rows:
+        if operation_of(node) in _ELEMENTWISE and len(inputs) == 1 and operation_of(inputs[0]) == "Expand":
+            shape, before = _shape_of(inputs[0]), _shape_of(inputs_of(inputs[0])[0])
+            if len(shape) == 2 and shape[0] == shape[1] == math.prod(before) > 2:
                 return True
-        elif others != [rows] and math.prod((rows, *others)) > 1:
-            inputs.clear()  # the results are joined before they are a loss
     return False
 
 
 def mixes_classes(losses: Sequence[Tensor]) -> bool:
-    """Whether a loss views an output ``[N, classes, ...]`` as ``[rows, classes]`` without a permutation, so that a row has numbers of other
-    classes and places.
+    """Whether a cross-entropy views an output ``[N, classes, ...]`` as ``[rows, classes]`` without a permutation, so that a row has numbers
+    of other classes and places. As many places as classes may be what is to be told apart.
     """
     for node, inputs in _walk(losses, _NODES):
-        shape, before = _shape_of(node), _shape_of(inputs[0]) if inputs else ()
-        is_view = operation_of(node) in ("ReshapeAlias", "UnsafeView", "View") and len(shape) == 2 and len(before) > 2
-        if is_view and shape[1] > 1 and before[1] == shape[1] != before[-1] and OUTPUT in notes_of(inputs[0]):
-            return True
+        for view in inputs if operation_of(node) == "LogSoftmax" and inputs and operation_of(inputs[0]) in _VIEWS else ():
+            shape, (output, *_) = _shape_of(view), inputs_of(view)
+            before = _shape_of(output) if OUTPUT in notes_of(output) else ()
+            is_moved = len(shape) == 2 and len(before) > 2 and before[1] == shape[1] != before[-1]
+            if is_moved and math.prod(before[2:]) not in (1, shape[1]):
+                return True
     return False
 
 
@@ -141,36 +142,41 @@ class Sources:
     """What an output was made from, as far as autograd keeps it: read as it is, since unpacked, a checkpoint would compute it anew."""
 
     tokens: list[Tensor] = field(default_factory=list)  # ids of embeddings, [N, T], those of the nearest one first
-    masks: list[Tensor] = field(default_factory=list)  # of attention: True for what is seen
-    # numbers of sequences, or a multiple of it, and of queries of each or of steps of a recurrent layer
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    masks: dict[int, Tensor] = field(default_factory=dict)  # of attention, boolean or added to the scores, by address
+    lengths: set[int] = field(default_factory=set)  # of sequences that attend to themselves
     is_masked: bool = False  # some attention may be, otherwise than by these
+    #: numbers of sequences, and of places of each, in attention with heads and in recurrent layers
+    spans: list[tuple[int, int]] = field(default_factory=list)
 
 
 def sources_of(output: Tensor) -> Sources:
     found = Sources()
+    changed: set[Node] = set()
     for node, inputs in _walk([output], _MANY):
         operation, shape = operation_of(node), _shape_of(node)
         names = ("_raw_saved_indices", "_raw_saved_attn_mask", "_raw_saved_attn_bias")
         kept = [data for name in names if (data := getattr(getattr(node, name, None), "data", None)) is not None]
+        plain = [each for each in kept if type(each) is Tensor]
         if operation == "Embedding" and getattr(node, "_saved_weight_sym_argsize_0", 0) > _SEGMENTS:
-            found.tokens += [each for each in kept if isinstance(each, Tensor) and each.ndim == 2]
-        elif operation.startswith("ScaledDotProduct") and len(shape) > 2:
+            found.tokens += [each for each in plain if each.ndim == 2]
+        elif operation.startswith("ScaledDotProduct") and len(shape) == 4:
+            found.lengths.add(shape[-2])
             found.spans.append((shape[0], shape[-2]))
-            masks = len(found.masks)
-            found.masks += [each if each.dtype == torch.bool else each > -math.inf for each in kept if isinstance(each, Tensor)]
-            found.is_masked |= len(found.masks) < masks + len(kept) or getattr(node, "_saved_is_causal", True)
-        elif operation in ("Softmax", "SafeSoftmax") and len(shape) > 2:
-            (scores,) = inputs
+            found.masks.update((each.data_ptr(), each) for each in plain)
+            found.is_masked |= len(plain) < len(kept) or getattr(node, "_saved_is_causal", True)
+        elif operation in ("Softmax", "SafeSoftmax") and len(shape) > 2 and shape[-1] == shape[-2] and len(inputs) == 1:
+            scores = inputs[0]
             while operation_of(scores) in _MOVES | {"Div", "Mul"} and len(inputs_of(scores)) == 1:
                 (scores,) = inputs_of(scores)
-            found.spans.append((shape[0], shape[-2]))
-            found.is_masked |= operation_of(scores) not in _PRODUCTS
-        elif len(shape) == 3 and operation in ("MkldnnRnnLayer", "CudnnRnn"):
+            found.lengths.add(shape[-2])
+            found.spans += [(shape[0], shape[-2])] * (len(shape) == 4)
+            # weights that are multiplied afterwards are dropped out, or masked
+            found.is_masked |= operation_of(scores) not in _PRODUCTS or node in changed
+        elif operation in ("MkldnnRnnLayer", "CudnnRnn") and len(shape) == 3:
             is_first = operation == "CudnnRnn" and getattr(node, "_saved_batch_first", False)  # the other one is moved behind it
             found.spans.append((shape[0], shape[1]) if is_first else (shape[1], shape[0]))
-        elif len(shape) == 3 and operation == "Stack" and len(inputs) == shape[0] and _shape_of(inputs[0]) == shape[1:]:
-            found.spans.append((shape[1], shape[0]))
+        elif operation in ("Div", "Mul"):
+            changed.update(inputs)
     return found
 
 

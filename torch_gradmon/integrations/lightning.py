@@ -12,8 +12,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..core import validation as check
 from ..core.errors import WarningLog, display
-from ..core.keys import Key
-from ..core.records import is_loss
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import WatchOptions
 from .common import AdapterMonitor, HasMonitor, is_number, last_step, whole_model_names
@@ -210,10 +208,6 @@ class GradmonCallback(HasMonitor, Callback):
             # automatic optimisation returns a part of the mean over micro-batches
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self._adapter.log("loss", loss if parts == 1 else loss * parts)
-        elif not pl_module.automatic_optimization:  # which need not return a loss; self.log() gets it
-            for name, value in trainer.callback_metrics.items():
-                if is_loss(Key("", name, "")):
-                    self._adapter.log(name, value)
         # schedulers that follow a value move after the validation, which comes later
         self._adapter.schedulers.restore(
             again=lambda each: pl_module.automatic_optimization and isinstance(each, ReduceLROnPlateau)

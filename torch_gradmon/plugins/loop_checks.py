@@ -337,11 +337,12 @@ def _taken_by(operations: Container[str], losses: Sequence[Tensor]) -> Iterator[
 
 
 def _divergences(losses: Sequence[Tensor]) -> Iterator[Node]:
-    """What kl_div takes for logarithms: it subtracts its product with the targets from a constant."""
-    for node in nodes_of(losses, OUTPUT):
-        product = inputs_of(node)[:1] if operation_of(node) == "Sub" and node.next_functions[0][0] is None else []
-        if product and operation_of(product[0]) == "Mul":
-            yield from inputs_of(product[0])[:1]
+    """What kl_div takes for logarithms: it sums their products with the targets, subtracted from a constant."""
+    for total in (node for node in nodes_of(losses, OUTPUT) if operation_of(node) == "Sum"):
+        for node in inputs_of(total):
+            product = inputs_of(node)[:1] if operation_of(node) == "Sub" and node.next_functions[0][0] is None else []
+            if product and operation_of(product[0]) == "Mul":
+                yield from inputs_of(product[0])[:1]
 
 
 def _terms(loss: Tensor) -> list[Node]:
@@ -661,8 +662,7 @@ class ProbedOptimizer:
             self._is_called()
             self._futile = 0
             return True
-        forwards += self.is_late  # a closure calls the model, or a part of it
-        if forwards or probe.has_fired:
+        if forwards or probe.has_fired or self.is_late:  # a closure may call parts of the model, or wait for data
             self._is_called()
         if self._is_alone and type(optimizer).__module__.startswith("torch.optim."):
             self._futile += _WITH_FORWARD if forwards else 1

@@ -267,6 +267,8 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
 _IGNORED = -100
 #: The fewest labels that show a shift.
 _FEWEST = 8
+#: What is added to scores of what is hidden, at most: some take -1e4 or -1e9 for minus infinity.
+_HIDDEN = -5e3
 #: The share of places that see the next one, if no mask is causal, but some hide padding.
 _MOST_SEEN = 0.5
 #: The losses that shift labels themselves; the default is the same.
@@ -330,17 +332,21 @@ def tokens_of(found: Sources, module: nn.Module, output: Tensor) -> tuple[Tokens
     :func:`share_of_text` says.
     """
     tokens = [each for each in found.tokens if each.device.type not in ("meta", "mps") and len(each) == len(output)]
-    share = next((of for mask in found.masks[:1] for ids in tokens if (of := share_of_text(mask, ids)) is not None), None)
+    masks = [*found.masks.values()]
+    share = next((of for mask in masks[:1] for ids in tokens if (of := share_of_text(mask, ids)) is not None), None)
     if not tokens:
         return None, share
     model = next(_from_transformers(module), None)
     is_shifted = model is not None and _predicts_next(model) and not _has_encoder(model)
-    is_shifted |= any(each.data_ptr() != tokens[0].data_ptr() for each in tokens)
+    decodes = (model is not None and _has_encoder(model)) or any(
+        isinstance(each, nn.TransformerDecoderLayer) for each in module.modules()
+    )
+    is_shifted |= decodes and any(each.data_ptr() != tokens[0].data_ptr() for each in tokens)
     length = tokens[0].shape[1]
-    is_seen: bool | Tensor = not found.is_masked and length in [each for _, each in found.spans]
-    for mask in found.masks:
+    is_seen: bool | Tensor = not found.is_masked and length in found.lengths
+    for mask in masks:
         if mask.shape[-1] == length and mask.shape[-2] in (1, length):  # no cross attention
-            is_seen &= mask.expand(*mask.shape[:-2], length, -1).diagonal(1, -2, -1).double().mean() > _MOST_SEEN
+            is_seen &= _seen(mask.expand(*mask.shape[:-2], length, -1).diagonal(1, -2, -1)).double().mean() > _MOST_SEEN
     return Tokens(tokens[0], is_shifted, is_seen), share
 
 
@@ -349,9 +355,13 @@ def share_of_text(mask: Tensor, ids: Tensor) -> Tensor | None:
     """0 where a mask lets attention see nothing but one token, the padding, and hides several others; else 1; float64 ``[1]``."""
     if mask.ndim != 4 or (len(mask), mask.shape[-1]) != ids.shape or mask.device != ids.device:
         return None
-    sees, low, high = mask[:, 0].any(1), ids.min(), ids.max()
+    sees, low, high = _seen(mask[:, 0]).any(1), ids.min(), ids.max()
     of_one = [ids.masked_fill(~chosen, high).amin() == ids.masked_fill(~chosen, low).amax() for chosen in (sees, ~sees)]
-    return 1 - (of_one[0] & ~of_one[1]).double().view(1)
+    return 1 - (of_one[0] & ~of_one[1] & (sees.sum(1) > 1).any()).double().view(1)  # one alone may be that of the class
+
+
+def _seen(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > _HIDDEN
 
 
 @torch.no_grad()

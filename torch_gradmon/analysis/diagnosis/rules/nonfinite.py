@@ -159,6 +159,8 @@ _CHOSEN = 1e-5
 _DECAY, _FORGET = 3.0, 5e-3
 #: The norm at the end over that at the beginning of weights that have decayed away.
 _GONE = 0.01
+#: A decay up to this is in use in any optimizer.
+_COUPLED = 1e-3
 #: A decoupled decay up to this is in use.
 _USUAL = 0.5
 #: Optimizers whose weight decay is not part of the gradient.
@@ -281,7 +283,7 @@ def _decay(history: History) -> list[Finding]:
         is_decoupled = group["optimizer"] in _DECOUPLED or bool(group["settings"].get("decoupled_weight_decay"))
         # with a usual decay it is the rate that is too high
         is_strong = per_step > _FORGET and decay > _USUAL if is_decoupled else shares[name] > _DECAY
-        if is_strong or last.get(name, math.inf) < _GONE * early[name]:
+        if is_strong or (decay > _COUPLED and last.get(name, math.inf) < _GONE * early[name]):
             names.append(name)
         forgets |= is_decoupled and per_step > 2 * _FORGET
     if not names or 2 * len(names) <= len(shares):
