@@ -162,7 +162,7 @@ def markdown(outcomes: Sequence[Outcome], rules: dict[str, dict[str, Any]]) -> s
         rows.append(f"| faulty | {half} | {sum(each.names(about['rules']) for each, about in seen)} of {len(seen)} | |")
     count, warned = precision(outcomes)
     told = "; ".join(f"`{rule}` in {number} ({100 * number / count:.2f} %)" for rule, number in warned.most_common())
-    text = f"In {count} sound trainings by others, all that this page tells of, a rule warned: {told}. All other rules: in none."
+    text = f"In {count} sound trainings by others, all that this page tells of, a rule warned: {told or 'in none'}."
     return "\n".join([*rows, "", text])
 
 
