@@ -26,7 +26,7 @@ Targets = dict[str, tuple[float, float | None]]
 #: None when the target is met. First what the source says:
 SOURCE: Targets = {
     "entries at the top of the package": (15, 17),
-    "lines of Python": (40_000, 48_426),
+    "lines of Python": (40_000, 48_420),
     "files": (165, None),
     "largest file": (1_300, None),
     "functions over 60 lines": (0, None),
@@ -41,7 +41,7 @@ SOURCE: Targets = {
 PROGRAM: Targets = {
     "gradmon --help imports torch": (0, None),
     "files that watch() loads": (80, None),
-    "lines that watch() loads": (16_000, 20_504),
+    "lines that watch() loads": (16_000, 20_503),
     "steady step: files": (25, None),
     "steady step: calls": (200, None),
     "steady step: depth of the stack": (10, None),

@@ -299,6 +299,24 @@ def test_which_of_the_logged_values_is_the_loss(keys: list[str], chosen: str | N
     assert History(records).loss.values == (() if chosen is None else (float(keys.index(chosen)),) * 3)
 
 
+@pytest.mark.parametrize(
+    ("logged", "backward", "players", "is_known"),
+    [
+        (4.71, 4.71, 1, True),
+        (4.71, 4.5, 1, False),
+        (4.71, 4.71, 2, False),
+        (1.0, 1.0, 1, False),
+        (math.nan, math.nan, 1, False),
+        (math.inf, math.inf, 1, True),
+    ],
+)
+def test_a_logged_value_that_went_backward_is_the_loss(logged: float, backward: float, players: int, is_known: bool) -> None:
+    records = [StepRecord(step, 0.0, True, {Key("", "nll", ""): logged, Key("", "epoch", ""): 1.0}) for step in range(3)]
+    groups = [{"number": number, "settings": {}, "parameters": []} for number in range(players)]
+    run = History(records, known_chance={"step": 0.0, "went backward": backward}, groups=groups)
+    assert run.loss.values == ((logged,) * 3 if is_known else ())
+
+
 class _WithLoss(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -124,6 +124,12 @@ def in_process(path: Path, mended: bool) -> Outcome:
     return Outcome(**found)
 
 
+def visible(outcomes: Sequence[Outcome], rules: dict[str, dict[str, Any]]) -> list[tuple[Outcome, list[str]]]:
+    """The faults that a monitor can see, and the rules that name each."""
+    found = [(each, rules[each.program.partition("/")[2]]) for each in outcomes if not each.is_sound]
+    return [(each, judged["rules"]) for each, judged in found if not judged["out_of_sight"]]
+
+
 def precision(outcomes: Sequence[Outcome]) -> tuple[int, Counter[str]]:
     """Sound trainings by others, these and those of ``external.json``, and by rule how many of them have it as a warning."""
     sound = [outcome for outcome in outcomes if outcome.is_sound and not outcome.error]
@@ -157,9 +163,8 @@ def markdown(outcomes: Sequence[Outcome], rules: dict[str, dict[str, Any]]) -> s
             ("mended twins", [each for each in of_half if each.mended]),
         ):
             rows.append(f"| {title} | {half} | | {sum(bool(each.alarms) for each in sound)} of {len(sound)} |")
-        seen = [(each, rules[each.program.partition("/")[2]]) for each in of_half if not each.is_sound]
-        seen = [(each, about) for each, about in seen if not about["out_of_sight"]]
-        rows.append(f"| faulty | {half} | {sum(each.names(about['rules']) for each, about in seen)} of {len(seen)} | |")
+        seen = visible(of_half, rules)
+        rows.append(f"| faulty | {half} | {sum(each.names(of) for each, of in seen)} of {len(seen)} | |")
     count, warned = precision(outcomes)
     told = "; ".join(f"`{rule}` in {number} ({100 * number / count:.2f} %)" for rule, number in warned.most_common())
     text = f"In {count} sound trainings by others, all that this page tells of, a rule warned: {told or 'in none'}."
@@ -173,13 +178,12 @@ def lines(outcomes: Sequence[Outcome], rules: dict[str, dict[str, Any]]) -> Iter
         sound = [outcome for outcome in own if outcome.is_sound]
         yield f"{half}: {sum(bool(outcome.alarms) for outcome in sound)} of {len(sound)} sound programs with a warning"
         yield from (f"  {each.program}: {', '.join(each.alarms)} {each.error}" for each in sound if each.alarms or each.error)
-        seen = [(each, rules[each.program.partition("/")[2]]) for each in own if not each.is_sound]
-        seen = [(each, about) for each, about in seen if not about["out_of_sight"]]
-        yield f"{half}: {sum(each.names(about['rules']) for each, about in seen)} of {len(seen)} faults named"
-        for each, about in seen:
-            if not each.names(about["rules"]):
+        seen = visible(own, rules)
+        yield f"{half}: {sum(each.names(of) for each, of in seen)} of {len(seen)} faults named"
+        for each, of in seen:
+            if not each.names(of):
                 first = "; ".join(", ".join(rule for _, rule in found[: judging.FIRST]) for found in each.found)
-                yield f"  {each.program}: {first or 'nothing'} instead of {', '.join(about['rules']) or 'a rule that is missing'}"
+                yield f"  {each.program}: {first or 'nothing'} instead of {', '.join(of) or 'a rule that is missing'}"
 
 
 def main() -> None:
@@ -206,10 +210,11 @@ def main() -> None:
         result = {"machine": machine(), "date": datetime.date.today().isoformat(), "outcomes": list(map(asdict, outcomes))}
         (RESULTS / "programs.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         write_section("programs", markdown(outcomes, rules))
+        judged_by_others = precision(outcomes)
         for page in (ROOT / "docs" / "gallery").glob("*.md"):
             text = page.read_text(encoding="utf-8")
             if "<!-- precision -->" in text:
-                page.write_text(with_section(text, "precision", about(page.stem, *precision(outcomes))), encoding="utf-8")
+                page.write_text(with_section(text, "precision", about(page.stem, *judged_by_others)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -128,12 +128,13 @@ def mixes_classes(losses: Sequence[Tensor]) -> bool:
     of other classes and places. As many places as classes may be what is to be told apart.
     """
     for node, inputs in _walk(losses, _NODES):
-        for view in inputs if operation_of(node) == "LogSoftmax" and inputs and operation_of(inputs[0]) in _VIEWS else ():
-            shape, (output, *_) = _shape_of(view), inputs_of(view)
-            before = _shape_of(output) if OUTPUT in notes_of(output) else ()
-            is_moved = len(shape) == 2 and len(before) > 2 and before[1] == shape[1] != before[-1]
-            if is_moved and math.prod(before[2:]) not in (1, shape[1]):
-                return True
+        if operation_of(node) != "LogSoftmax" or not inputs or operation_of(view := inputs[0]) not in _VIEWS:
+            continue
+        output, shape = inputs_of(view)[0], _shape_of(view)
+        before = _shape_of(output) if OUTPUT in notes_of(output) else ()
+        is_moved = len(shape) == 2 and len(before) > 2 and before[1] == shape[1] != before[-1]
+        if is_moved and math.prod(before[2:]) not in (1, shape[1]):
+            return True
     return False
 
 
@@ -154,16 +155,15 @@ def sources_of(output: Tensor) -> Sources:
     changed: set[Node] = set()
     for node, inputs in _walk([output], _MANY):
         operation, shape = operation_of(node), _shape_of(node)
-        names = ("_raw_saved_indices", "_raw_saved_attn_mask", "_raw_saved_attn_bias")
-        kept = [data for name in names if (data := getattr(getattr(node, name, None), "data", None)) is not None]
-        plain = [each for each in kept if type(each) is Tensor]
         if operation == "Embedding" and getattr(node, "_saved_weight_sym_argsize_0", 0) > _SEGMENTS:
-            found.tokens += [each for each in plain if each.ndim == 2]
+            found.tokens += [each for each in _kept(node, "_raw_saved_indices") if type(each) is Tensor and each.ndim == 2]
         elif operation.startswith("ScaledDotProduct") and len(shape) == 4:
             found.lengths.add(shape[-2])
             found.spans.append((shape[0], shape[-2]))
-            found.masks.update((each.data_ptr(), each) for each in plain)
-            found.is_masked |= len(plain) < len(kept) or getattr(node, "_saved_is_causal", True)
+            masks = _kept(node, "_raw_saved_attn_mask", "_raw_saved_attn_bias")
+            plain = {each.data_ptr(): each for each in masks if type(each) is Tensor}
+            found.masks.update(plain)
+            found.is_masked |= len(plain) < len(masks) or getattr(node, "_saved_is_causal", True)
         elif operation in ("Softmax", "SafeSoftmax") and len(shape) > 2 and shape[-1] == shape[-2] and len(inputs) == 1:
             scores = inputs[0]
             while operation_of(scores) in _MOVES | {"Div", "Mul"} and len(inputs_of(scores)) == 1:
@@ -178,6 +178,11 @@ def sources_of(output: Tensor) -> Sources:
         elif operation in ("Div", "Mul"):
             changed.update(inputs)
     return found
+
+
+def _kept(node: Node, *names: str) -> list[Any]:
+    """What it has saved under these names, packed where a hook has done so."""
+    return [data for name in names if (data := getattr(getattr(node, name, None), "data", None)) is not None]
 
 
 def _shape_of(node: Node) -> tuple[int, ...]:

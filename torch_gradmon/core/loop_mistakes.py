@@ -140,8 +140,8 @@ log-softmax-missing: error, weight 125, from 2
     nll_loss and kl_div take logarithms of probabilities, and get other numbers: the loss is below 0
     -> Use log_softmax of the last linear layer, or cross_entropy in place of nll_loss
 rows-paired: error, weight 122, from 2
-    The loss sets each row of the output beside the target or the weight of every row, as [N, 1] and [N] make [N, N] of each other, so the
-    best answer is the same for all
+    The loss compares each row of the output with the target of every row, as [N, 1] and [N] make [N, N] of each other, so the best
+    answer is the same for all
     -> Bring both to one shape, output.squeeze(1) beside targets [N], or targets.unsqueeze(1) beside an output of [N, 1]
 classes-mixed: error, weight 123, from 2
     The loss views an output [N, classes, ...] as [rows, classes], so each row has scores of other classes and other places

@@ -13,12 +13,12 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ..capture.hooks import Handles, Hook
+from ..capture.measurer import version_of
 from ..core.torch_modes import has_group
 from ..step.model_index import PLAIN_GRADIENTS, ModelIndex, Place, parameters_of
 from ..step.planner import Planner
 from ..step.ranks import is_dtensor, local_part
-from .loop_checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients, calls_closure_once
-from .setup_check import writes_to
+from .loop_checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients
 from .tallies import Check, Tallies
 
 #: The steps of the first checks.
@@ -44,9 +44,9 @@ class OwnershipChecks:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._aliases = {name: tuple(others) for name, others in self._inventory.aliases.items()}
         self._initial = {name: _identity(parameter) for name, parameter, _ in self._inventory.there()}
-        gradients = {name: parameter.grad for name, parameter, _ in self._inventory.there()}
-        # what an earlier phase of training has left
-        self._old = {name: (weakref.ref(g), writes_to(g)) for name, g in gradients.items() if g is not None}
+        # gradients that an earlier phase of training has left
+        there = self._inventory.there()
+        self._old = {name: (weakref.ref(g), version_of(g)) for name, p, _ in there if (g := p.grad) is not None}
         self._hooked: set[str] = set()  # of the initial ones, those with hooks that are none of a monitor's
         self._unowned: Sample | None = None
         self._frozen: Sample | None = None  # some steps compare it before and after
@@ -147,7 +147,7 @@ class OwnershipChecks:
 
     def _has_gradient(self, name: str, parameter: Tensor) -> bool:
         gradient, known = parameter.grad, self._old.get(name)
-        return gradient is not None and (known is None or known[0]() is not gradient or known[1] != writes_to(gradient))
+        return gradient is not None and (known is None or known[0]() is not gradient or known[1] != version_of(gradient))
 
     def _are_frozen(self, found: Found, owned: Mapping[int, Tensor]) -> bool:
         """Whether frozen parameters have a gradient, by which an optimizer may move them, or a comparison is under way."""
@@ -429,7 +429,7 @@ class LoopAudit(Check):
         if probed is None or ownership is None:
             return
         self._steps += 1
-        probed.is_late = has_closure and calls_closure_once(optimizer)
+        probed.is_late = has_closure and probed.calls_closure_once
         if not (self._rest.is_on or probed.is_late):
             self._step_began(probed, optimizer, has_closure)
         is_due = self._steps >= ownership.next_step or ownership.version != self._planner.version

@@ -27,6 +27,7 @@ from ..capture.loss_graph import (
     pairs_rows,
     reaches_input,
 )
+from ..capture.measurer import version_of
 from ..step.model_index import FsdpParameterRef, ModelIndex, Place, parameters_of
 from ..step.ranks import local_part
 from .tallies import Tallies
@@ -437,7 +438,7 @@ class _Sample:
 
     def _written(self) -> int:
         parameter = self._place()
-        return -1 if parameter is None or parameter.is_inference() else parameter._version
+        return -1 if parameter is None else version_of(parameter)
 
     def _now(self) -> Tensor | None:
         if (parameter := self._place()) is None:
@@ -506,11 +507,6 @@ _ELSEWHERE = 10
 _CLIPS = 4
 
 
-def calls_closure_once(optimizer: Optimizer) -> bool:
-    """Whether it does so before all else, and leaves the gradients as they are: all of torch but LBFGS."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
-
-
 class ProbedOptimizer:
     """The audit's state of one optimizer, and the findings about each of its steps, from what its probe has observed. ``is_alone``: no
     other one is attached, so that no parameter has to show which one a finding is about.
@@ -525,6 +521,9 @@ class ProbedOptimizer:
         self.unattached = UnattachedUpdates()
         self.stepped_in = -1  # the backward pass within which it has stepped last
         self.has_stepped = False  # or a scaler has kept it from that
+        self._is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        # before all else, and leaves the gradients as they are
+        self.calls_closure_once = self._is_of_torch and not isinstance(optimizer, torch.optim.LBFGS)
         self.is_unknown = False  # it steps outside training, or calls a closure as it likes
         self.is_late = False  # its step calls a closure first, as those of Lightning do, and is judged when it has ended
         self._absent = self.silent = 0  # steps without a gradient, and backward passes without the probe
@@ -664,7 +663,7 @@ class ProbedOptimizer:
             return True
         if forwards or probe.has_fired or self.is_late:  # a closure may call parts of the model, or wait for data
             self._is_called()
-        if self._is_alone and type(optimizer).__module__.startswith("torch.optim."):
+        if self._is_alone and self._is_of_torch:
             self._futile += _WITH_FORWARD if forwards else 1
             if self._is_elsewhere and self._futile == _ELSEWHERE:
                 self._tallies.seen("another-model-trained", self.key, evidence={"steps": float(_ELSEWHERE)})

@@ -338,9 +338,7 @@ def tokens_of(found: Sources, module: nn.Module, output: Tensor) -> tuple[Tokens
         return None, share
     model = next(_from_transformers(module), None)
     is_shifted = model is not None and _predicts_next(model) and not _has_encoder(model)
-    decodes = (model is not None and _has_encoder(model)) or any(
-        isinstance(each, nn.TransformerDecoderLayer) for each in module.modules()
-    )
+    decodes = _has_encoder(model) or any(isinstance(each, nn.TransformerDecoderLayer) for each in module.modules())
     is_shifted |= decodes and any(each.data_ptr() != tokens[0].data_ptr() for each in tokens)
     length = tokens[0].shape[1]
     is_seen: bool | Tensor = not found.is_masked and length in found.lengths
@@ -401,7 +399,7 @@ def _predicts_next(model: nn.Module) -> bool:
     return getattr(model, "loss_type", "") in _SHIFTS
 
 
-def _has_encoder(model: nn.Module) -> bool:
+def _has_encoder(model: nn.Module | None) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.hooks import Handles, Hook, ModuleHook, tensors_of
+from ..capture.measurer import version_of
 from ..core import validation as check
 from ..core.errors import display
 from ..core.keys import GRADIENT, Pattern, compile_pattern
@@ -118,7 +119,7 @@ class HiddenParameters:
                     path = f"{name}.{attribute}" if name else attribute
                     for place, tensor in _tensors_in(path, value, registered, _DEPTH):
                         if tensor.is_leaf:
-                            self._found.setdefault(place, (weakref.ref(tensor), writes_to(tensor)))
+                            self._found.setdefault(place, (weakref.ref(tensor), version_of(tensor)))
                         else:
                             self._results.setdefault(place, weakref.ref(tensor))
 
@@ -130,7 +131,7 @@ class HiddenParameters:
             place
             for place, (reference, writes) in self._found.items()
             if (tensor := reference()) is not None and tensor.grad is not None and id(tensor) not in owned
-            if writes_to(tensor) == writes
+            if version_of(tensor) == writes
         ]
 
     def results(self, module: nn.Module) -> list[str]:
@@ -139,10 +140,6 @@ class HiddenParameters:
         """
         now = {id(value) for each in module.modules() for value in vars(each).values()}
         return [place for place, reference in self._results.items() if (tensor := reference()) is not None and id(tensor) in now]
-
-
-def writes_to(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) -> Iterator[tuple[str, Tensor]]:

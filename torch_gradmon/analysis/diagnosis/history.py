@@ -297,7 +297,7 @@ class History:
         """By its name; else, of a single optimizer, the logged value that is the loss that went backward."""
         named = loss_among({key for record in self.records for key in record.values})
         known, step = self.known_chance.get("went backward", 0.0), self.known_chance.get("step")
-        if named is not None or len({group.get("number") for group in self.groups}) > 1 or known == round(known):
+        if named is not None or len({group.get("number") for group in self.groups}) > 1 or known % 1 == 0:
             return named  # a whole number may be that of the epoch as well
         values = next((record.values for record in self.records if record.step == step), {})
         return next((key for key, value in values.items() if not key.source and math.isclose(value, known, rel_tol=_SAME)), None)

@@ -138,13 +138,8 @@ def _crawls(history: History) -> list[Finding]:
     stairs = [0, *(place for place, (before, after) in enumerate(pairwise(history.rates), 1) if before != after)]
     rates = [history.rates[place] for place in stairs]
     width = min((after - before for before, after in pairwise(stairs)), default=0)
-    if (
-        len(stairs) < 3
-        or width < _WINDOW
-        or rates != sorted(rates)
-        or not rates[-1] < _LITTLE * meant
-        or history.learning.has_fallen
-    ):
+    is_stairs = len(stairs) > 2 and width >= _WINDOW and rates == sorted(rates)
+    if not is_stairs or not rates[-1] < _LITTLE * meant or history.learning.has_fallen:
         return []
     evidence = {
         "learning rate that was set": meant,
